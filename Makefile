@@ -1,0 +1,31 @@
+# Every target sets up what it needs; on a fresh machine `make demo` or `make test` is the only command.
+PYTHON  ?= python3
+VENV    ?= .venv
+BACKEND ?= auto
+PY      := $(VENV)/bin/python
+
+.PHONY: demo test test-long check bench setup clean
+
+setup:
+	@$(PYTHON) scripts/setup_env.py $(VENV) --backend $(BACKEND)
+
+demo: setup
+	@$(PY) -m examples.wordle.demo $(ARGS)
+
+test: setup
+	$(PY) -m pytest -m "not long and not gpu" $(ARGS)
+
+test-long: setup
+	$(PY) -m pytest -m "long and not gpu" $(ARGS)
+
+check: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
+
+bench: setup
+	$(PY) benchmarks/wire_layouts.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) .cache runs

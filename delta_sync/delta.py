@@ -1,0 +1,127 @@
+"""Making and applying the delta of one tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from delta_sync.bitmap import Bits, bits_of, masks, ordinal
+from delta_sync.checks import check
+from delta_sync.dtypes import DType
+from delta_sync.errors import FormatError
+from delta_sync.fold import fold
+from delta_sync.jit import compiled
+from delta_sync.tensor_delta import TensorDelta
+
+__all__ = ["apply", "check", "diff", "fold", "new_bits", "raw"]
+
+_BLOCK = 64
+
+
+@compiled
+def _diff(old: Any, new: Any, sign: Any, flip: Any) -> Any:
+    """One pass: blocks without a change cost one compare; the others are searched without branches."""
+    size = old.size
+    capacity = size // 64 + _BLOCK
+    positions = np.empty(capacity, np.int64)
+    steps = np.empty(capacity, old.dtype)
+    found = 0
+    for start in range(0, size, _BLOCK):
+        stop = min(start + _BLOCK, size)
+        differs = 0
+        for i in range(start, stop):
+            differs |= old[i] ^ new[i]
+        if differs == 0:
+            continue
+        if found + _BLOCK > capacity:
+            capacity *= 2
+            positions, steps = _grown(positions, found, capacity), _grown(steps, found, capacity)
+        first = found
+        for i in range(start, stop):
+            positions[found] = i
+            found += old[i] != new[i]
+        for k in range(first, found):
+            at = positions[k]
+            step = ordinal(np.uint64(new[at]), sign, flip) - ordinal(np.uint64(old[at]), sign, flip)
+            steps[k] = step
+    return positions[:found].copy(), steps[:found].copy()
+
+
+@compiled
+def _grown(values: Any, used: Any, capacity: Any) -> Any:
+    out = np.empty(capacity, values.dtype)
+    out[:used] = values[:used]
+    return out
+
+
+@compiled
+def _step_values(old: Any, steps: Any, sign: Any, flip: Any, out: Any) -> None:
+    for i in range(steps.size):
+        out[i] = bits_of(_stepped(old[i], steps[i], sign, flip), sign, flip)
+
+
+@compiled
+def _step_in_place(bits: Any, positions: Any, steps: Any, sign: Any, flip: Any) -> None:
+    for i in range(steps.size):
+        at = positions[i]
+        bits[at] = bits_of(_stepped(bits[at], steps[i], sign, flip), sign, flip)
+
+
+@compiled
+def _stepped(bits: Any, step: Any, sign: Any, flip: Any) -> Any:
+    """Ordinal of ``bits`` moved by ``step`` modulo 2**width; the width is that of ``sign`` and ``flip``."""
+    return ordinal(np.uint64(bits), sign, flip) + np.uint64(step)
+
+
+def diff(name: str, dtype: DType, shape: Sequence[int], old_bits: Bits, new_bits: Bits) -> TensorDelta:
+    """The ULP delta that turns ``old_bits`` into ``new_bits``: carrier arrays of ``shape``, or flat.
+
+    FormatError if either has another element type or size.
+    """
+    old, new = _flat(name, dtype, shape, old_bits), _flat(name, dtype, shape, new_bits)
+    positions, steps = _diff(old, new, *masks(dtype))
+    return TensorDelta(name, dtype, tuple(shape), "ulp", positions, steps)
+
+
+def raw(name: str, dtype: DType, shape: Sequence[int], positions: npt.NDArray[np.int64], bits: Bits) -> TensorDelta:
+    """The delta that sets the elements at ``positions`` to ``bits``, whatever they were; FormatError if malformed."""
+    delta = TensorDelta(name, dtype, tuple(shape), "raw", positions, bits)
+    check(delta)
+    return delta
+
+
+def new_bits(delta: TensorDelta, old_bits: Bits) -> Bits:
+    """What the changed elements become, carrier ``[n]``, given their old bits ``[n]`` (unused by a raw delta)."""
+    if delta.encoding == "raw":
+        return delta.values
+    if old_bits.dtype != delta.dtype.carrier or old_bits.shape != delta.values.shape:
+        got = f"{old_bits.dtype} {list(old_bits.shape)}"
+        expected = f"{delta.dtype.carrier} [{delta.changed}]"
+        raise FormatError(f"old bits of {delta.name} at its changed positions", expected=expected, got=got)
+    out = np.empty_like(delta.values)
+    _step_values(old_bits, delta.values, *masks(delta.dtype), out)
+    return out
+
+
+def apply(delta: TensorDelta, bits: Bits) -> None:
+    """Change a whole tensor's carrier bits in place; FormatError, bits untouched, if delta and bits do not fit."""
+    check(delta)
+    if bits.dtype != delta.dtype.carrier or bits.size != math.prod(delta.shape) or not bits.flags.c_contiguous:
+        expected = f"contiguous {delta.dtype.carrier} of {math.prod(delta.shape)} elements"
+        raise FormatError(f"bits of {delta.name}", expected=expected, got=f"{bits.dtype} {list(bits.shape)}")
+    flat = bits.reshape(-1)
+    if delta.encoding == "raw":
+        flat[delta.positions] = delta.values
+    else:
+        _step_in_place(flat, delta.positions, delta.values, *masks(delta.dtype))
+
+
+def _flat(name: str, dtype: DType, shape: Sequence[int], bits: Bits) -> Bits:
+    if bits.dtype != dtype.carrier or bits.size != math.prod(shape):
+        expected = f"{dtype.carrier} of shape {list(shape)}"
+        raise FormatError(f"bits of {name}", expected=expected, got=f"{bits.dtype} {list(bits.shape)}")
+    return np.ascontiguousarray(bits).reshape(-1)

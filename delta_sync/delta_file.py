@@ -1,0 +1,91 @@
+"""One delta object: a safetensors file that describes itself in its header. docs/FORMAT.md is its specification."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from delta_sync.checks import check
+from delta_sync.codec import Codec, codec_named
+from delta_sync.container import read_container, write_container
+from delta_sync.delta_header import DeltaHeader, Entry, TableGroup, check_groups, from_metadata, to_metadata
+from delta_sync.errors import FormatError
+from delta_sync.fold import disjoint
+from delta_sync.gap_codec import DEFAULT_CODEC
+from delta_sync.gaps import slices
+from delta_sync.limits import DEFAULT_LIMITS, Limits
+from delta_sync.tensor_delta import TensorDelta
+
+__all__ = ["DEFAULT_CODEC", "DeltaHeader", "decode_delta", "encode_delta"]
+
+_GROUP_ELEMENTS = 2**24  # changed elements at which a writer starts another group: bounds what is coded at once
+
+
+def encode_delta(header: DeltaHeader, deltas: Sequence[TensorDelta]) -> bytes:
+    """One object holding ``deltas``, each tensor at most once in an encoding; FormatError if they are malformed."""
+    codec = codec_named(header.codec)
+    for delta in deltas:
+        check(delta)
+    parts = list(_grouped(deltas))
+    table = [_table_group(part) for part in parts]
+    check_groups(table, DEFAULT_LIMITS)
+    streams: dict[str, bytes] = {}
+    for index, (group, part) in enumerate(zip(table, parts, strict=True)):
+        positions = np.concatenate([delta.positions for delta in part])
+        values = np.concatenate([delta.values for delta in part])
+        coded = codec.encode(group.coded(str(index)), positions, values)
+        streams |= {f"{index}.{name}": data for name, data in coded.items()}
+    return write_container(to_metadata(header, table), streams)
+
+
+def decode_delta(data: bytes | memoryview, limits: Limits = DEFAULT_LIMITS) -> tuple[DeltaHeader, list[TensorDelta]]:
+    """The header and deltas of one object; FormatError, and nothing else, if the bytes are not one."""
+    metadata, streams = read_container(data, limits)
+    header, table = from_metadata(metadata, limits)
+    codec = codec_named(header.codec)
+    expected = [f"{i}.{name}" for i, group in enumerate(table) for name in codec.stream_names(group.coded(str(i)))]
+    if list(streams) != expected:
+        raise FormatError("delta object streams", expected=str(expected)[:200], got=str(list(streams))[:200])
+    deltas = [delta for i, group in enumerate(table) for delta in _decode_group(codec, i, group, streams)]
+    _check_disjoint(deltas)
+    return header, deltas
+
+
+def _grouped(deltas: Sequence[TensorDelta]) -> Iterator[list[TensorDelta]]:
+    """Deltas by encoding and element type, in groups of bounded size (a tensor is never split)."""
+    kinds: dict[tuple[str, str], list[TensorDelta]] = {}
+    for delta in deltas:
+        kinds.setdefault((delta.encoding, delta.dtype.name), []).append(delta)
+    for members in kinds.values():
+        group: list[TensorDelta] = []
+        for delta in members:
+            if group and sum(d.changed for d in group) + delta.changed > _GROUP_ELEMENTS:
+                yield group
+                group = []
+            group.append(delta)
+        yield group
+
+
+def _table_group(deltas: Sequence[TensorDelta]) -> TableGroup:
+    entries = tuple(Entry(delta.name, delta.shape, delta.changed) for delta in deltas)
+    return TableGroup(deltas[0].encoding, deltas[0].dtype, entries)
+
+
+def _decode_group(
+    codec: Codec, index: int, group: TableGroup, streams: Mapping[str, memoryview]
+) -> Iterator[TensorDelta]:
+    coded = group.coded(f"group {index}")
+    own = {name: streams[f"{index}.{name}"] for name in codec.stream_names(coded)}
+    positions, values = codec.decode(coded, own)
+    for entry, part in zip(group.entries, slices(coded.counts), strict=True):
+        yield TensorDelta(entry.name, group.dtype, entry.shape, group.encoding, positions[part], values[part])
+
+
+def _check_disjoint(deltas: Sequence[TensorDelta]) -> None:
+    """A tensor's ULP and raw entries must not name the same position, else their order would matter."""
+    seen: dict[str, TensorDelta] = {}
+    for delta in deltas:
+        other = seen.setdefault(delta.name, delta)
+        if other is not delta and not disjoint(other, delta):
+            raise FormatError(f"tensor {delta.name!r}", expected="each position in one encoding", got="one in both")

@@ -1,0 +1,49 @@
+"""zstd frames whose decompressed size is known and bounded before a byte is allocated."""
+
+from __future__ import annotations
+
+import zstandard
+
+from delta_sync.errors import FormatError
+
+LEVEL = 1
+# A block is at least 4 bytes and yields at most 128 KiB, so no honest frame expands further.
+_MAX_EXPANSION = 2**15
+
+
+def compress(data: bytes | memoryview, level: int = LEVEL) -> bytes:
+    """One zstd frame that declares its content size; nothing at all for no content."""
+    if not len(data):
+        return b""
+    return zstandard.ZstdCompressor(level=level, write_content_size=True).compress(data)
+
+
+def content_size(frame: memoryview, what: str) -> int:
+    """How many bytes a frame declares to hold, checked against what its length could yield; FormatError."""
+    if not len(frame):
+        return 0
+    try:
+        size = zstandard.frame_content_size(frame)
+    except zstandard.ZstdError as error:
+        raise FormatError(what, expected="a zstd frame", got=str(error)) from None
+    most = len(frame) * _MAX_EXPANSION
+    if not 0 < size <= most:
+        got = "none" if size <= 0 else size
+        raise FormatError(what, expected=f"a declared content size of at most {most} bytes", got=got)
+    return int(size)
+
+
+def decompress(frame: memoryview, size: int, what: str) -> bytes:
+    """The content of one frame, which must declare and hold exactly ``size`` bytes; FormatError."""
+    declared = content_size(frame, what)
+    if declared != size:
+        raise FormatError(what, expected=f"{size} bytes of content", got=declared)
+    if not size:
+        return b""
+    try:
+        content = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise FormatError(what, expected="one intact zstd frame", got=str(error)) from None
+    if len(content) != size:
+        raise FormatError(what, expected=f"{size} bytes of content", got=len(content))
+    return content

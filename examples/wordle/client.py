@@ -1,0 +1,162 @@
+"""A client for any OpenEnv Wordle: ours, TextArena's, or a Space, by URL.
+
+    with WordleClient("http://127.0.0.1:8000") as wordle:
+        turn = wordle.reset(seed=7)
+        turn = wordle.guess("crane")
+        print(turn.feedback, turn.marks, turn.reward, turn.done)
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any, Self
+from urllib.parse import urlsplit, urlunsplit
+
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+MESSAGE_LIMIT = 16 * 2**20  # bytes; a transcript is a few kB
+LOCAL_HOSTS = {"localhost", "127.0.0.1", "::1"}
+MARKS = re.compile(r"Feedback:\s*\n(?P<letters>[A-Z](?: [A-Z])*)\n(?P<marks>[GYX](?: [GYX])*)")
+
+
+class WordleServerError(RuntimeError):
+    """The environment server answered with an error, or not at all."""
+
+    def __init__(self, url: str, problem: str, code: str = "", remedy: str = "") -> None:
+        self.code = code
+        shown = f"Wordle server {url}: {problem}" + (f" ({code})" if code else "")
+        super().__init__(f"{shown}. Remedy: {remedy}" if remedy else shown)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one reset or guess brought: the new text, the marks of an accepted guess ("GYXXG"), the reward."""
+
+    feedback: str
+    marks: str | None
+    reward: float
+    done: bool
+    signals: dict[str, float] = field(default_factory=dict)
+
+
+class WordleClient:
+    """One session on an OpenEnv Wordle server, over its WebSocket; connects at the first reset, and again if cut.
+
+    `token` is sent as a Bearer token (private Spaces). `slot_timeout` is how many seconds reset waits
+    for a free session on a server that is full. Raises WordleServerError.
+    """
+
+    def __init__(
+        self, url: str, *, token: str | None = None, timeout: float = 60.0, slot_timeout: float = 120.0
+    ) -> None:
+        self.url, self._timeout, self._slot_timeout = url, timeout, slot_timeout
+        self._socket_url = websocket_url(url)
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._socket: ClientConnection | None = None
+        self._transcript = ""
+
+    def reset(self, seed: int | None = None) -> Turn:
+        """Start a new game; a server may ignore the seed (TextArena's does)."""
+        data = {} if seed is None else {"seed": seed}
+        deadline = time.monotonic() + self._slot_timeout
+        pause = 0.25
+        while True:
+            try:
+                self._transcript = ""
+                return self._turn(self._ask({"type": "reset", "data": data}))
+            except WordleServerError as error:
+                self.close()
+                if error.code not in ("CAPACITY_REACHED", "CLOSED") or time.monotonic() + pause > deadline:
+                    raise
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(4.0, pause * 2)
+
+    def guess(self, word: str) -> Turn:
+        """Play one word; brackets are added, so that "crane" and "[crane]" are the same guess."""
+        return self.say(f"[{word.strip().strip('[]')}]")
+
+    def say(self, message: str) -> Turn:
+        """Send a message as it is, with the guess in square brackets somewhere in it."""
+        return self._turn(self._ask({"type": "step", "data": {"message": message}}))
+
+    def close(self) -> None:
+        """End the session; closing twice is fine."""
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _connected(self) -> ClientConnection:
+        if self._socket is None:
+            direct: dict[str, Any] = {"proxy": None} if urlsplit(self._socket_url).hostname in LOCAL_HOSTS else {}
+            try:
+                self._socket = connect(
+                    self._socket_url,
+                    additional_headers=self._headers,
+                    open_timeout=self._timeout,
+                    close_timeout=2.0,
+                    max_size=MESSAGE_LIMIT,
+                    **direct,
+                )
+            except (OSError, InvalidStatus, TimeoutError) as error:
+                raise WordleServerError(
+                    self.url, f"no connection ({error})", remedy="check the URL, the token, and that the server runs"
+                ) from error
+        return self._socket
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        socket = self._connected()
+        try:
+            answer = self._receive_after(socket, message)
+        except TimeoutError as error:
+            self.close()
+            raise WordleServerError(self.url, f"no answer within {self._timeout} s to {message['type']}") from error
+        if answer.get("type") == "error":
+            data = answer.get("data", {})
+            raise WordleServerError(self.url, str(data.get("message")), str(data.get("code", "")))
+        return dict(answer.get("data", {}))
+
+    def _receive_after(self, socket: ClientConnection, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            socket.send(json.dumps(message))
+        except ConnectionClosed:
+            pass  # a full server says why before it closes: its last words are still to be read
+        try:
+            return dict(json.loads(socket.recv(timeout=self._timeout)))
+        except ConnectionClosed as error:
+            self._socket = None
+            raise WordleServerError(self.url, f"the session was closed ({error})", "CLOSED", "reset again") from error
+
+    def _turn(self, data: dict[str, Any]) -> Turn:
+        observation = data.get("observation", {})
+        transcript = "\n".join(message["content"] for message in observation.get("messages", ()))
+        new = transcript.removeprefix(self._transcript).strip()
+        self._transcript = transcript
+        marks = MARKS.findall(new)
+        return Turn(
+            feedback=new,
+            marks=marks[-1][1].replace(" ", "") if marks else None,
+            reward=float(data.get("reward") or 0.0),
+            done=bool(data.get("done")),
+            signals=dict(observation.get("info", {}).get("reward_signals", {})),
+        )
+
+
+def websocket_url(url: str) -> str:
+    """ws(s)://host/…/ws of an http(s) or ws(s) URL."""
+    parts = urlsplit(url)
+    schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
+    if parts.scheme not in schemes or not parts.hostname:
+        raise ValueError(f"environment URL: expected http(s)://host[:port], got {url!r}")
+    path = parts.path.rstrip("/")
+    return urlunsplit((schemes[parts.scheme], parts.netloc, path if path.endswith("/ws") else f"{path}/ws", "", ""))

@@ -1,9 +1,9 @@
 """A client for any OpenEnv Wordle: ours, TextArena's, or a Space, by URL.
 
-    with WordleClient("http://127.0.0.1:8000") as wordle:
-        turn = wordle.reset(seed=7)
-        turn = wordle.guess("crane")
-        print(turn.feedback, turn.marks, turn.reward, turn.done)
+with WordleClient("http://127.0.0.1:8000") as wordle:
+    turn = wordle.reset(seed=7)
+    turn = wordle.guess("crane")
+    print(turn.feedback, turn.marks, turn.reward, turn.done)
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import random
 import re
 import time
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import urlsplit, urlunsplit
@@ -58,6 +59,7 @@ class WordleClient:
         self._socket_url = websocket_url(url)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._socket: ClientConnection | None = None
+        self._open = ExitStack()  # holds the connection; websockets wants it entered as a context
         self._transcript = ""
 
     def reset(self, seed: int | None = None) -> Turn:
@@ -86,9 +88,8 @@ class WordleClient:
 
     def close(self) -> None:
         """End the session; closing twice is fine."""
-        socket, self._socket = self._socket, None
-        if socket is not None:
-            socket.close()
+        self._socket = None
+        self._open.close()
 
     def __enter__(self) -> Self:
         return self
@@ -100,7 +101,7 @@ class WordleClient:
         if self._socket is None:
             direct: dict[str, Any] = {"proxy": None} if urlsplit(self._socket_url).hostname in LOCAL_HOSTS else {}
             try:
-                self._socket = connect(
+                connecting = connect(
                     self._socket_url,
                     additional_headers=self._headers,
                     open_timeout=self._timeout,
@@ -108,6 +109,7 @@ class WordleClient:
                     max_size=MESSAGE_LIMIT,
                     **direct,
                 )
+                self._socket = self._open.enter_context(connecting)
             except (OSError, InvalidStatus, TimeoutError) as error:
                 raise WordleServerError(
                     self.url, f"no connection ({error})", remedy="check the URL, the token, and that the server runs"
@@ -127,14 +129,12 @@ class WordleClient:
         return dict(answer.get("data", {}))
 
     def _receive_after(self, socket: ClientConnection, message: dict[str, Any]) -> dict[str, Any]:
-        try:
+        with suppress(ConnectionClosed):  # a full server says why before it closes: its last words are still to be read
             socket.send(json.dumps(message))
-        except ConnectionClosed:
-            pass  # a full server says why before it closes: its last words are still to be read
         try:
             return dict(json.loads(socket.recv(timeout=self._timeout)))
         except ConnectionClosed as error:
-            self._socket = None
+            self.close()
             raise WordleServerError(self.url, f"the session was closed ({error})", "CLOSED", "reset again") from error
 
     def _turn(self, data: dict[str, Any]) -> Turn:

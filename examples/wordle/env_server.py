@@ -13,7 +13,7 @@ import os
 from typing import Any
 
 from fastapi import Body, FastAPI, WebSocket, WebSocketDisconnect
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from examples.wordle.protocol import (
     INCOMING,
@@ -80,7 +80,11 @@ def _add_http_routes(app: FastAPI) -> None:
 
     @app.get("/schema")
     def schema() -> dict[str, Any]:
-        parts = {"action": WordleAction, "observation": WordleObservation, "state": WordleState}
+        parts: dict[str, type[BaseModel]] = {
+            "action": WordleAction,
+            "observation": WordleObservation,
+            "state": WordleState,
+        }
         return {name: model.model_json_schema() for name, model in parts.items()}
 
     @app.post("/reset")

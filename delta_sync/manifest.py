@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Literal, cast
 
+from delta_sync.dtypes import DTYPES
+from delta_sync.errors import FormatError
 from delta_sync.limits import DEFAULT_LIMITS, Limits
+from delta_sync.store.keys import MAX_EPOCH, MAX_VERSION, anchor_folder, check_key, manifest_key
+from delta_sync.strict_json import FORMAT_VERSION, HEX16, Fields, dumps, loads
 
-FORMAT_VERSION = 1
 Kind = Literal["origin", "delta"]
+PromptCache = Literal["all", "new_session", "none"]
+MAX_STEP = 2**53 - 1  # what every JSON reader holds exactly
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # would make the digests' lines ambiguous
 
 
 @dataclass(frozen=True)
@@ -54,28 +64,46 @@ class Manifest:
     changed_elements: int
     total_elements: int
     codec: str | None
-    prompt_cache: Literal["all", "new_session", "none"]
+    prompt_cache: PromptCache
     created_at: float  # unix seconds, information only
     extra: Mapping[str, object] = field(default_factory=dict)  # unknown keys are kept, never acted on
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON (sorted keys, no spaces, UTF-8)."""
-        raise NotImplementedError
+        """Canonical JSON (sorted keys, no spaces, UTF-8); FormatError if the values are not a valid manifest."""
+        return self._encoded
+
+    @cached_property
+    def _encoded(self) -> bytes:
+        known = asdict(self) | {"format_version": FORMAT_VERSION, "tensors": tensors_to_json(self.tensors)}
+        extra = cast(dict[str, object], known.pop("extra"))
+        if overlap := sorted(known.keys() & extra.keys()):
+            raise FormatError("manifest: extra keys", expected="keys that the format does not define", got=overlap)
+        data = dumps(extra | known)
+        _read_manifest(data, DEFAULT_LIMITS)
+        return data
 
     @classmethod
     def from_bytes(cls, data: bytes, *, limits: Limits = DEFAULT_LIMITS) -> Manifest:
         """Parse and validate; FormatError names the field, what was expected and what was got."""
-        raise NotImplementedError
+        manifest = _read_manifest(data, limits)
+        if manifest.to_bytes() != data:
+            raise FormatError(
+                "manifest bytes",
+                expected="canonical JSON: sorted keys, no spaces, shortest numbers",
+                got="another spelling of the same values",
+                remedy="write manifests with Manifest.to_bytes",
+            )
+        return manifest
 
     @property
     def key(self) -> str:
         """``manifests/{version:012d}-{epoch:06d}-{writer}.json``."""
-        raise NotImplementedError
+        return manifest_key(self.version, self.epoch, self.writer)
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         """sha256 hex of to_bytes(): this version's identity, the ``parent`` of the next."""
-        raise NotImplementedError
+        return hashlib.sha256(self.to_bytes()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -84,6 +112,7 @@ class AnchorRecord:
 
     The folder is an ordinary sharded Hugging Face checkpoint (config, tokenizer, index, shards);
     ``objects`` lists every file in it with size and sha256, ``manifest`` is the version's manifest sha256.
+    Keys that the format does not define are ignored.
     """
 
     version: int
@@ -95,10 +124,133 @@ class AnchorRecord:
     created_at: float
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON."""
-        raise NotImplementedError
+        """Canonical JSON; FormatError if the values are not a valid record."""
+        known = asdict(self) | {"format_version": FORMAT_VERSION, "tensors": tensors_to_json(self.tensors)}
+        data = dumps(known)
+        AnchorRecord.from_bytes(data)
+        return data
 
     @classmethod
     def from_bytes(cls, data: bytes, *, limits: Limits = DEFAULT_LIMITS) -> AnchorRecord:
-        """Parse and validate; FormatError."""
-        raise NotImplementedError
+        """Parse and validate; FormatError names the field, what was expected and what was got."""
+        fields = Fields(loads(data, "anchor record", max_bytes=limits.manifest_bytes), "anchor record")
+        fields.check_version()
+        record = cls(
+            version=fields.integer("version", 1, MAX_VERSION),
+            epoch=fields.integer("epoch", 1, MAX_EPOCH),
+            manifest=fields.sha256("manifest"),
+            state_digest=fields.sha256("state_digest"),
+            objects=_objects(fields, limits),
+            tensors=_tensors(fields, limits),
+            created_at=fields.number("created_at"),
+        )
+        folder = anchor_folder(record.version, record.epoch)
+        for ref in record.objects:
+            if not ref.key.startswith(folder):
+                fields.fail("objects", f"keys inside {folder}", ref.key)
+        return record
+
+
+def tensors_to_json(tensors: Mapping[str, TensorState]) -> dict[str, object]:
+    """Tensor states as JSON values; the digest is 16 hexadecimal digits because JSON numbers are not 64 bits wide."""
+    return {
+        name: {"dtype": state.dtype, "shape": list(state.shape), "digest": f"{state.digest:016x}"}
+        for name, state in tensors.items()
+    }
+
+
+def tensors_from_json(value: object, what: str, *, limits: Limits = DEFAULT_LIMITS) -> dict[str, TensorState]:
+    """The inverse of tensors_to_json; FormatError."""
+    return _tensors(Fields({"tensors": value}, what), limits)
+
+
+_KNOWN = frozenset(Manifest.__dataclass_fields__.keys() - {"extra"} | {"format_version"})
+
+
+def _read_manifest(data: bytes, limits: Limits) -> Manifest:
+    fields = Fields(loads(data, "manifest", max_bytes=limits.manifest_bytes), "manifest")
+    fields.check_version()
+    manifest = Manifest(
+        run=fields.name("run"),
+        epoch=fields.integer("epoch", 1, MAX_EPOCH),
+        writer=fields.name("writer"),
+        version=fields.integer("version", 1, MAX_VERSION),
+        kind=cast(Kind, fields.choice("kind", ("origin", "delta"))),
+        base_version=fields.optional("base_version", lambda name: fields.integer(name, 1, MAX_VERSION)),
+        parent=fields.optional("parent", fields.sha256),
+        steps=_steps(fields),
+        objects=_objects(fields, limits),
+        tensors=_tensors(fields, limits),
+        state_digest=fields.sha256("state_digest"),
+        model_fingerprint=fields.sha256("model_fingerprint"),
+        changed_elements=fields.integer("changed_elements", 0, limits.elements),
+        total_elements=fields.integer("total_elements", 0, limits.elements),
+        codec=fields.optional("codec", fields.name),
+        prompt_cache=cast(PromptCache, fields.choice("prompt_cache", ("all", "new_session", "none"))),
+        created_at=fields.number("created_at"),
+        extra={key: value for key, value in fields.value.items() if key not in _KNOWN},
+    )
+    _check_kind(fields, manifest)
+    return manifest
+
+
+def _check_kind(fields: Fields, manifest: Manifest) -> None:
+    """What an origin and a delta each must and must not have."""
+    if (manifest.parent is None) != (manifest.version == 1):
+        fields.fail("parent", "null for version 1 and only there", f"{manifest.parent} at version {manifest.version}")
+    if manifest.kind == "origin":
+        if manifest.base_version is not None:
+            fields.fail("base_version", "null, as an origin has no base", manifest.base_version)
+        if manifest.objects:
+            fields.fail("objects", "none, as an origin carries no delta", f"{len(manifest.objects)} objects")
+    elif manifest.base_version != manifest.version - 1 or manifest.version == 1:
+        fields.fail(
+            "base_version",
+            f"the version before {manifest.version}, and a delta is never version 1",
+            manifest.base_version,
+        )
+    if manifest.changed_elements > manifest.total_elements:
+        fields.fail(
+            "changed_elements", f"at most total_elements = {manifest.total_elements}", manifest.changed_elements
+        )
+
+
+def _steps(fields: Fields) -> tuple[int, int]:
+    steps = fields.array("steps", 2)
+    first, last = steps if len(steps) == 2 else (None, None)
+    if type(first) is not int or type(last) is not int or not 0 <= first <= last <= MAX_STEP:
+        fields.fail("steps", f"[first, last] with 0 <= first <= last <= {MAX_STEP}", steps)
+    return first, last
+
+
+def _objects(fields: Fields, limits: Limits) -> tuple[ObjectRef, ...]:
+    values = fields.array("objects", limits.objects)
+    refs = tuple(_object(Fields(value, f"{fields.what}: objects[{i}]"), limits) for i, value in enumerate(values))
+    if len({ref.key for ref in refs}) != len(refs):
+        fields.fail("objects", "each key once", "a key twice")
+    return refs
+
+
+def _object(fields: Fields, limits: Limits) -> ObjectRef:
+    key = fields.get("key")
+    if type(key) is not str:
+        fields.fail("key", "a store key", key)
+    return ObjectRef(check_key(key), fields.integer("size", 0, limits.object_bytes), fields.sha256("sha256"))
+
+
+def _tensors(fields: Fields, limits: Limits) -> dict[str, TensorState]:
+    found = {}
+    for name, value in fields.object("tensors", limits.tensors).items():
+        if not name or UNPRINTABLE.search(name) or len(name.encode()) > limits.name_bytes:
+            fields.fail("tensors", f"names of 1 to {limits.name_bytes} bytes without control characters", name)
+        found[name] = _tensor(Fields(value, f"{fields.what}: tensor {name!r}"), limits)
+    return found
+
+
+def _tensor(fields: Fields, limits: Limits) -> TensorState:
+    dtype = fields.choice("dtype", tuple(DTYPES))
+    shape = fields.array("shape", limits.rank)
+    sizes = tuple(size for size in shape if type(size) is int and 0 <= size <= limits.elements)
+    if len(sizes) != len(shape) or math.prod(sizes) > limits.elements:
+        fields.fail("shape", f"at most {limits.rank} sizes whose product is at most {limits.elements}", shape)
+    return TensorState(dtype, sizes, int(fields.text("digest", HEX16, "16 lower-case hexadecimal digits"), 16))

@@ -1,0 +1,251 @@
+"""What a reader asks a run: what is newest, how do I get there, give me this object.
+
+The truth is the set of manifests, each naming its parent by hash; HEAD is only a hint. The rules:
+
+1. A version exists once its manifest does. Manifests are created once and never replaced.
+2. The newest version is the highest version of the highest epoch that has one. An epoch is claimed, create-only,
+   before its writer reads what it will continue, so whatever an older epoch's writer adds after that is no part of
+   the run. An epoch whose first manifest names a parent that the store does not have is passed over in favour of
+   the next lower one; ChainError if that would lose versions.
+3. A version's ancestors are found by the hash that it names as its parent: a missing one is a gap, another one in
+   its place a fork (both ChainError), the right key with other bytes an IntegrityError.
+4. Nothing that a reader is told moves it to an older (epoch, version) of the same run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import threading
+import time
+from dataclasses import dataclass
+
+from delta_sync.ack import ACK_BYTES, Ack
+from delta_sync.errors import ChainError, FormatError, IntegrityError, NotFoundError
+from delta_sync.limits import DEFAULT_LIMITS, Limits
+from delta_sync.manifest import AnchorRecord, Manifest, ObjectRef
+from delta_sync.manifest_reader import ManifestReader, expect
+from delta_sync.newest import newest_listed, walk_forward
+from delta_sync.plan import Plan, Position
+from delta_sync.planner import build_plan
+from delta_sync.records import RECORD_BYTES, Epoch, Head
+from delta_sync.store.base import Store
+from delta_sync.store.keys import (
+    ANCHORS,
+    EPOCHS,
+    HEAD,
+    MANIFESTS,
+    REPLICAS,
+    anchor_key,
+    epoch_key,
+    manifest_prefix,
+    parse_anchor_key,
+    parse_epoch_key,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, order=True)
+class AnchorRef:
+    """An anchor's place: the version and epoch that it belongs to."""
+
+    version: int
+    epoch: int
+
+
+class Ledger:
+    """Reads one run's manifests, anchors, objects and acknowledgements; may be shared by threads.
+
+    Every method raises StoreError where the store fails. Nothing read is believed before it is checked, and a failed
+    call changes nothing: the next one starts from what was last known to be good.
+    """
+
+    def __init__(self, store: Store, limits: Limits = DEFAULT_LIMITS) -> None:
+        self.store, self.limits = store, limits
+        self._seen: Manifest | None = None
+        self._reader = ManifestReader(store, limits)
+
+    # --- the newest version
+
+    def head(self) -> Manifest | None:
+        """The newest version, or None before the first; ChainError, FormatError or IntegrityError if it is damaged.
+
+        After the first call this costs three small reads while nothing changes: HEAD, the next version's key,
+        and the next epoch's.
+        """
+        hint, seen = self._hint(), self._seen
+        found: Manifest | None
+        if seen is not None and (hint is None or hint.run != seen.run) and not self._exists(seen.key):
+            seen = None  # the store was emptied; what is there now, if anything, is another run
+        if seen is None or self._newer_epoch(seen, hint):
+            found = newest_listed(self._reader)
+            if seen is not None and (found is None or _order(found) < _order(seen)):
+                found = seen
+        else:
+            found = walk_forward(self._reader, seen, hint)
+        self._seen = found
+        return found
+
+    def wait_newer(
+        self,
+        position: Position | None,
+        deadline: float,
+        stop: threading.Event | None = None,
+        *,
+        poll_seconds: float = 0.1,
+    ) -> Manifest | None:
+        """The newest version once it is ahead of ``position``; None at ``deadline`` (time.monotonic) or on ``stop``.
+
+        Looks every ``poll_seconds``, give or take a third so that replicas spread out. Raises what head() raises.
+        """
+        stop = stop or threading.Event()
+        while True:
+            head = self.head()
+            if head is not None and self.is_ahead(head, position):
+                return head
+            left = deadline - time.monotonic()
+            if left <= 0 or stop.wait(min(left, poll_seconds * random.uniform(0.67, 1.33))):
+                return None
+
+    def is_ahead(self, head: Manifest, position: Position | None) -> bool:
+        """Whether a replica at ``position`` should move to ``head``; never to an older one of the same run."""
+        if position is None:
+            return True
+        if position.manifest == head.sha256:
+            return False
+        if head.version > position.version:
+            return True
+        mine = self._reader.find(position.version, position.manifest)
+        return mine is None or mine.run != head.run or _order(head) > _order(mine)
+
+    def plan(self, position: Position | None, live_state: str | None, *, prefer_anchor: bool = False) -> Plan | None:
+        """How a replica gets to the newest version; None if it is there, or if there is no version yet.
+
+        ``position``: what it serves, None if unknown; ``live_state``: state digest of the bits in its memory, None if
+        unknown; ``prefer_anchor``: trust neither. Costs one read for each version on the way.
+        ChainError if no start exists; FormatError or IntegrityError if only damage stands in the way.
+        """
+        head = self.head()
+        if head is None or not (prefer_anchor or self.is_ahead(head, position)):
+            return None
+        return build_plan(self, head, None if prefer_anchor else position, None if prefer_anchor else live_state)
+
+    # --- versions
+
+    def highest_listed(self) -> Position | None:
+        """The listed manifest with the highest version, read or not: where a new epoch may go on after damage."""
+        names = self._reader.names(MANIFESTS)
+        top = max(names, key=lambda name: (name.version, name.epoch), default=None)
+        return None if top is None else Position(top.version, self._reader.hash(top))
+
+    def manifest(self, version: int, sha256: str | None = None) -> Manifest:
+        """One version's manifest, by hash, or the one on the newest version's chain; ChainError if there is none."""
+        if sha256 is not None:
+            found = self._reader.find(version, sha256)
+        elif (head := self.head()) is None or head.version < version:
+            found = None
+        elif head.version == version:
+            found = head
+        else:
+            names = self._reader.names(manifest_prefix(version))
+            found = self._reader.read(names[0]) if len(names) == 1 else self.ancestors(head, version)[-1]
+        if found is None:
+            raise ChainError(f"version {version}", expected=sha256 or "a manifest", got="none in the store")
+        return found
+
+    def parent(self, manifest: Manifest) -> Manifest | None:
+        """The version before, None at the run's start; ChainError at a gap or fork, IntegrityError if damaged."""
+        if manifest.parent is None:
+            return None
+        version, name = manifest.version - 1, f"parent {manifest.parent[:16]} of version {manifest.version}"
+        found = self._reader.find(version, manifest.parent, near=manifest)
+        if found is None:
+            others = [name.key for name in self._reader.names(manifest_prefix(version))]
+            got = f"other manifests: {others}" if others else "none"
+            raise ChainError(name, expected=f"its manifest at version {version}", got=got, remedy="attach an anchor")
+        if found.run != manifest.run:
+            raise ChainError(name, expected=f"run {manifest.run}", got=f"run {found.run}", remedy="attach an anchor")
+        return found
+
+    def ancestors(self, manifest: Manifest, down_to: int) -> list[Manifest]:
+        """The versions before ``manifest``, newest first, down to version ``down_to``; raises what parent() raises."""
+        found: list[Manifest] = []
+        while manifest.version > down_to and (parent := self.parent(manifest)) is not None:
+            found.append(manifest := parent)
+        return found
+
+    # --- anchors, objects, acknowledgements, epochs
+
+    def anchors(self) -> list[AnchorRef]:
+        """Every complete anchor, oldest first; costs one listing."""
+        found = (parse_anchor_key(info.key) for info in self.store.list(ANCHORS))
+        return sorted(AnchorRef(*place) for place in found if place)
+
+    def anchor(self, manifest: Manifest) -> AnchorRecord | None:
+        """The anchor attached to a version, or None; FormatError, or IntegrityError if it is another version's."""
+        key = anchor_key(manifest.version, manifest.epoch)
+        try:
+            data = self.store.get(key, max_bytes=self.limits.manifest_bytes)
+        except NotFoundError:
+            return None
+        record = AnchorRecord.from_bytes(data, limits=self.limits)
+        for what in ("version", "epoch", "state_digest"):
+            expect(f"{key}: {what}", getattr(manifest, what), getattr(record, what))
+        expect(f"{key}: manifest", manifest.sha256, record.manifest)
+        return record
+
+    def read_object(self, ref: ObjectRef) -> bytes:
+        """One object's bytes, checked: IntegrityError if size or sha256 differ, NotFoundError if it is missing."""
+        data = self.store.get(ref.key, max_bytes=ref.size)
+        expect(f"size of object {ref.key}", ref.size, len(data))
+        expect(f"sha256 of object {ref.key}", ref.sha256, hashlib.sha256(data).hexdigest())
+        return data
+
+    def acknowledge(self, ack: Ack) -> None:
+        """Write what a replica says about itself, replacing what it said before."""
+        self.store.put(ack.key, ack.to_bytes())
+
+    def acknowledgements(self) -> dict[str, Ack]:
+        """What each replica last said, by replica; unreadable ones are left out with a warning in the log."""
+        found = {}
+        for info in self.store.list(REPLICAS):
+            try:
+                ack = Ack.from_bytes(self.store.get(info.key, max_bytes=ACK_BYTES))
+                expect(f"key of {info.key}", ack.key, info.key)
+                found[ack.replica] = ack
+            except (FormatError, IntegrityError, NotFoundError) as error:
+                log.warning("left out an acknowledgement: %s", error)
+        return found
+
+    def epochs(self) -> list[int]:
+        """Every claimed epoch, oldest first; costs one listing."""
+        return sorted(epoch for info in self.store.list(EPOCHS) if (epoch := parse_epoch_key(info.key)))
+
+    def epoch(self, epoch: int) -> Epoch:
+        """Who claimed an epoch; NotFoundError if nobody did, FormatError if the claim is damaged."""
+        return Epoch.from_bytes(self.store.get(epoch_key(epoch), max_bytes=RECORD_BYTES))
+
+    # --- the watch
+
+    def _hint(self) -> Head | None:
+        """HEAD, or None where it is missing or damaged: a hint that cannot be read is no hint."""
+        try:
+            return Head.from_bytes(self.store.get(HEAD, max_bytes=RECORD_BYTES))
+        except (NotFoundError, FormatError, IntegrityError):
+            return None
+
+    def _newer_epoch(self, seen: Manifest, hint: Head | None) -> bool:
+        return (hint is not None and hint.epoch > seen.epoch) or self._exists(epoch_key(seen.epoch + 1))
+
+    def _exists(self, key: str) -> bool:
+        try:
+            self.store.info(key)
+        except NotFoundError:
+            return False
+        return True
+
+
+def _order(manifest: Manifest) -> tuple[int, int]:
+    return manifest.epoch, manifest.version

@@ -1,0 +1,74 @@
+"""Which version is the newest: from one listing, or by walking forward from one that is known."""
+
+from __future__ import annotations
+
+from delta_sync.errors import ChainError
+from delta_sync.manifest import Manifest
+from delta_sync.manifest_reader import ManifestReader
+from delta_sync.records import RECORD_BYTES, Epoch, Head
+from delta_sync.store.keys import MANIFESTS, ManifestName, epoch_key, manifest_key
+
+
+def walk_forward(reader: ManifestReader, seen: Manifest, hint: Head | None) -> Manifest:
+    """Follow one epoch's versions from ``seen``; a hint within that epoch saves probing one by one."""
+    newest = seen
+    if hint and hint.version > seen.version and _branch(hint) == _branch(seen):
+        newest = reader.at(hint.key, hint.manifest) or seen
+    while (following := reader.at(manifest_key(newest.version + 1, newest.epoch, newest.writer))) is not None:
+        if following.parent != newest.sha256:
+            got = f"parent {following.parent}"
+            raise ChainError(f"manifest {following.key}", expected=f"parent {newest.sha256}", got=got)
+        newest = following
+    return newest
+
+
+def newest_listed(reader: ManifestReader) -> Manifest | None:
+    """The highest version of the highest epoch whose first manifest continues the run; None in an empty store."""
+    names = reader.names(MANIFESTS)
+    passed: list[ManifestName] = []
+    for epoch in sorted({name.epoch for name in names}, reverse=True):
+        branch = _of_claimant(reader, [name for name in names if name.epoch == epoch])
+        if _is_attached(reader, branch[0], names):
+            if lost := [name.key for name in passed if name.version > branch[-1].version]:
+                raise _detached(lost)
+            return reader.read(branch[-1])
+        passed.append(branch[-1])
+    if passed:
+        raise _detached([name.key for name in passed])
+    return None
+
+
+def _branch(place: Manifest | Head) -> tuple[str, int, str]:
+    return place.run, place.epoch, place.writer
+
+
+def _of_claimant(reader: ManifestReader, branch: list[ManifestName]) -> list[ManifestName]:
+    """The manifests of the one writer that holds their epoch; a store without create-only writes may have more."""
+    writers = sorted({name.writer for name in branch})
+    if len(writers) == 1:
+        return branch
+    epoch = branch[0].epoch
+    holder = Epoch.from_bytes(reader.store.get(epoch_key(epoch), max_bytes=RECORD_BYTES)).writer
+    if holder not in writers:
+        raise ChainError(
+            f"epoch {epoch}", expected=f"manifests of {holder}, who claimed it", got=f"those of {writers}",
+            remedy="stop all publishers but one and start that one again: it takes a new epoch",
+        )  # fmt: skip
+    return [name for name in branch if name.writer == holder]
+
+
+def _is_attached(reader: ManifestReader, first: ManifestName, names: list[ManifestName]) -> bool:
+    """Whether an epoch's first manifest continues one that the store has, or whose version was pruned."""
+    below = [name for name in names if name.version == first.version - 1 and name.epoch < first.epoch]
+    if not below:
+        return True
+    parent = reader.read(first).parent
+    return any(reader.hash(name) == parent for name in below)
+
+
+def _detached(keys: list[str]) -> ChainError:
+    return ChainError(
+        f"manifests {keys}", expected="parents that the store has", got="parents that it does not have",
+        remedy="look for a second publisher, or restore the missing manifests, or start the trainer again: "
+        "it takes a new epoch and attaches an anchor",
+    )  # fmt: skip

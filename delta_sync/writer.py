@@ -1,0 +1,286 @@
+"""The one writer of a run: claims an epoch, commits versions, attaches anchors.
+
+Fencing. An epoch is claimed with a create-only write before its writer reads what it continues. A commit looks for a
+newer claim before it starts and again once its manifest is durable. So a commit that returned is part of the run for
+good: whoever claims later reads it. A commit that raised may or may not have happened; calling it again settles it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from delta_sync.anchor_writer import attach_anchor
+from delta_sync.digest import model_fingerprint, state_digest
+from delta_sync.errors import ChainError, ConflictError, FormatError, IntegrityError, NotFoundError, StoreError
+from delta_sync.ledger import Ledger
+from delta_sync.manifest import AnchorRecord, Kind, Manifest, ObjectRef, PromptCache, TensorState
+from delta_sync.plan import Position
+from delta_sync.records import RECORD_BYTES, Epoch, Head
+from delta_sync.store.base import Store
+from delta_sync.store.keys import HEAD, delta_key, manifest_prefix, parse_manifest_key
+
+CLAIM_ATTEMPTS = 100
+log = logging.getLogger(__name__)
+
+
+class Writer:
+    """Commits the versions of one epoch; calls from several threads are taken one at a time.
+
+    ``previous`` is the version that this epoch continues, ``head`` the newest committed one (None in an empty run).
+    ``head_error`` is why the HEAD hint could not be written last time, or None; the next commit writes it again.
+    """
+
+    def __init__(self, ledger: Ledger, claim: Epoch, previous: Manifest | None, base: Position | None) -> None:
+        self.ledger, self.claim, self.previous, self.head = ledger, claim, previous, previous
+        self.head_error: StoreError | None = None
+        self._base = base  # where the next version attaches; known even if the manifest there cannot be read
+        self._attempt: Epoch | None = None  # a claim whose answer was lost
+        self._tensors: dict[str, TensorState] | None = None
+        self._lock = threading.RLock()
+
+    @classmethod
+    def open(cls, ledger: Ledger, run: str | None = None, writer: str | None = None) -> Writer:
+        """Claim a new epoch and continue the run; ConflictError if the store holds another run than ``run``.
+
+        Where the run's newest version is damaged, ``previous`` is None and an origin goes on after it.
+        """
+        claim = _claim_epoch(ledger, run, writer or default_writer())
+        try:
+            previous = ledger.head()
+        except (ChainError, FormatError, IntegrityError) as error:
+            log.warning("the run's newest version cannot be read, an origin will follow it: %s", error)
+            return cls(ledger, claim, None, ledger.highest_listed())
+        return cls(ledger, claim, previous, Position(previous.version, previous.sha256) if previous else None)
+
+    @property
+    def run(self) -> str:
+        """The run's name, kept over all epochs."""
+        return self.claim.run
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that this writer holds."""
+        return self.claim.epoch
+
+    @property
+    def writer(self) -> str:
+        """This writer's name, unique to the process."""
+        return self.claim.writer
+
+    def commit(
+        self,
+        kind: Kind,
+        steps: tuple[int, int],
+        tensors: Mapping[str, TensorState],
+        all_state_digest: str,
+        fingerprint: str,
+        objects: Sequence[bytes],
+        *,
+        changed: int,
+        total: int,
+        codec: str | None,
+        prompt_cache: PromptCache,
+    ) -> Manifest:
+        """Make one version durable and visible: objects first, then the manifest, then the HEAD hint.
+
+        ``tensors``: state after this version of every tensor (origin) or of those that ``objects`` touch (delta).
+        ``changed`` and ``total`` count elements. Raises ConflictError if another writer took over, StoreError if the
+        store failed (call again with the same arguments), IntegrityError if ``tensors`` contradict the digests,
+        FormatError, and ChainError for a delta where there is nothing to change.
+        """
+        with self._lock:
+            if kind == "delta" and self.head is None:
+                got = "no readable version before it"
+                raise ChainError("a delta", expected="a version to change", got=got, remedy="commit an origin")
+            version = self._base.version + 1 if self._base else 1
+            manifest = Manifest(
+                run=self.run,
+                epoch=self.epoch,
+                writer=self.writer,
+                version=version,
+                kind=kind,
+                base_version=version - 1 if kind == "delta" else None,
+                parent=self._base.manifest if self._base else None,
+                steps=steps,
+                objects=tuple(_object_refs(version, self.epoch, objects)),
+                tensors=dict(tensors),
+                state_digest=all_state_digest,
+                model_fingerprint=fingerprint,
+                changed_elements=changed,
+                total_elements=total,
+                codec=codec,
+                prompt_cache=prompt_cache,
+                created_at=time.time(),
+            )
+            return self._commit(manifest, objects)
+
+    def _commit(self, manifest: Manifest, objects: Sequence[bytes]) -> Manifest:
+        manifest.to_bytes()  # FormatError before anything is written
+        after = self._check_states(manifest)
+        self._check_fence()
+        for ref, data in zip(manifest.objects, objects, strict=True):
+            self._store.put(ref.key, data)
+        manifest = self._create(replace(manifest, epoch=self.epoch))
+        self._check_fence(manifest)
+        self.head, self._base, self._tensors = manifest, Position(manifest.version, manifest.sha256), after
+        self.write_head()
+        return manifest
+
+    def attach_anchor(
+        self, manifest: Manifest, files: Mapping[str, Path | bytes], tensors: Mapping[str, TensorState]
+    ) -> AnchorRecord:
+        """Store a checkpoint folder's ``files`` (name -> path or bytes) as the complete weights of a version.
+
+        ``tensors`` lists every tensor's state; IntegrityError unless it is the version's. The record is written last,
+        so that an interrupted call leaves no anchor; call it again.
+        """
+        self._check_fence()
+        return attach_anchor(self._store, manifest, files, tensors)
+
+    def republish(self, manifest: Manifest, objects: Sequence[bytes]) -> None:
+        """Write a version's objects again, the very same bytes; IntegrityError if they are not."""
+        if len(objects) != len(manifest.objects):
+            what = f"objects of version {manifest.version}"
+            raise IntegrityError(what, expected=len(manifest.objects), got=len(objects))
+        for ref, data in zip(manifest.objects, objects, strict=True):
+            if (got := hashlib.sha256(data).hexdigest()) != ref.sha256:
+                raise IntegrityError(f"object {ref.key}", expected=ref.sha256, got=got)
+        for ref, data in zip(manifest.objects, objects, strict=True):
+            self._store.put(ref.key, data)
+
+    def write_head(self) -> None:
+        """Write the HEAD hint; a failure is kept in ``head_error``, as the committed version is visible without it."""
+        head = self.head
+        if head is None:
+            return
+        hint = Head(head.run, head.epoch, head.writer, head.version, head.sha256)
+        try:
+            self._store.put(HEAD, hint.to_bytes())
+            self.head_error = None
+        except StoreError as error:
+            self.head_error = error
+
+    @property
+    def _store(self) -> Store:
+        return self.ledger.store
+
+    def _check_states(self, manifest: Manifest) -> dict[str, TensorState] | None:
+        """All tensors' states after this version where they are known, proven against its digests."""
+        if manifest.kind == "delta" and self._tensors is None:
+            return None  # continuing a run without an origin of our own: its other tensors are not at hand
+        known = self._tensors or {} if manifest.kind == "delta" else {}
+        after = {**known, **manifest.tensors}
+        what = f"version {manifest.version}"
+        for name, got, expected in (
+            ("state digest", state_digest(after), manifest.state_digest),
+            ("model fingerprint", model_fingerprint(after), manifest.model_fingerprint),
+        ):
+            if got != expected:
+                raise IntegrityError(f"{name} of {what}", expected=f"{expected} as given", got=f"{got} from tensors")
+        return after
+
+    def _create(self, manifest: Manifest) -> Manifest:
+        """Make the manifest durable, whatever became of an earlier attempt to."""
+        existing = _create_or_read(self._store, manifest.key, manifest.to_bytes(), self.ledger.limits.manifest_bytes)
+        if existing is None:
+            return manifest
+        earlier = _parse_or_none(existing)
+        if earlier is not None and replace(earlier, created_at=manifest.created_at) == manifest:
+            return earlier  # an earlier attempt whose answer was lost had succeeded
+        # Lost too, but with other contents: the caller has moved on. A higher epoch takes this version over.
+        self._attempt = Epoch(self.run, self.epoch + 1, self.writer, time.time())
+        if _create_or_read(self._store, self._attempt.key, self._attempt.to_bytes(), RECORD_BYTES) is not None:
+            self._check_fence()
+        self.claim = self._attempt
+        return self._create(replace(manifest, epoch=self.epoch))
+
+    def _check_fence(self, manifest: Manifest | None = None) -> None:
+        """ConflictError if another writer claimed a newer epoch or committed the same version beside us."""
+        while (newer := self._claim_after(self.epoch)) is not None:
+            if newer != self._attempt:
+                raise self._taken_over(f"writer {newer.writer!r}, who claimed epoch {newer.epoch}", manifest)
+            self.claim = newer
+        if manifest is None:
+            return
+        for info in self._store.list(manifest_prefix(manifest.version)):
+            name = parse_manifest_key(info.key)
+            if name and name.epoch >= self.epoch and name.writer != self.writer:
+                raise self._taken_over(f"writer {name.writer!r}, who committed {name.key}", manifest)
+
+    def _claim_after(self, epoch: int) -> Epoch | None:
+        try:
+            return self.ledger.epoch(epoch + 1)
+        except NotFoundError:
+            return None
+
+    def _taken_over(self, other: str, manifest: Manifest | None) -> ConflictError:
+        fate = f" (version {manifest.version} of this writer may be left out of the run)" if manifest else ""
+        return ConflictError(
+            f"run {self.run}: a second publisher{fate}",
+            expected=f"writer {self.writer!r} of epoch {self.epoch} alone",
+            got=other,
+            remedy="stop this trainer or that one, or give each a run folder of its own",
+        )
+
+
+def default_writer() -> str:
+    """A name for this process that no other has: host, process id and a random part."""
+    host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname()).strip("-")[:30] or "host"
+    return f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def _object_refs(version: int, epoch: int, objects: Sequence[bytes]) -> Iterator[ObjectRef]:
+    for data in objects:
+        sha256 = hashlib.sha256(data).hexdigest()
+        yield ObjectRef(delta_key(version, epoch, sha256), len(data), sha256)
+
+
+def _claim_epoch(ledger: Ledger, run: str | None, writer: str) -> Epoch:
+    """Create the claim of the first free epoch."""
+    for _ in range(CLAIM_ATTEMPTS):
+        newest = (ledger.epochs() or [0])[-1]
+        kept = ledger.epoch(newest).run if newest else None
+        if run is not None and kept not in (None, run):
+            raise ConflictError("run", expected=run, got=f"{kept} in that store", remedy="use another folder or run")
+        claim = Epoch(kept or run or uuid.uuid4().hex, newest + 1, writer, time.time())
+        Epoch.from_bytes(claim.to_bytes())  # FormatError for a name that no key can carry
+        if _create_or_read(ledger.store, claim.key, claim.to_bytes(), RECORD_BYTES) is None:
+            return claim
+    got = f"{CLAIM_ATTEMPTS} numbers taken by others"
+    raise ConflictError("claim of an epoch", expected="a free number", got=got, remedy="stop the other publishers")
+
+
+def _parse_or_none(data: bytes) -> Manifest | None:
+    try:
+        return Manifest.from_bytes(data)
+    except FormatError:
+        return None
+
+
+def _create_or_read(store: Store, key: str, data: bytes, max_bytes: int) -> bytes | None:
+    """None if the object under ``key`` is now ``data``, else what it is; reads back where the answer is unclear."""
+    try:
+        store.create(key, data)
+    except (ConflictError, StoreError) as error:
+        try:
+            existing = store.get(key, max_bytes=max_bytes)
+        except NotFoundError:
+            raise _as_store_error(key, error) from error
+        return None if existing == data else existing
+    return None
+
+
+def _as_store_error(key: str, error: ConflictError | StoreError) -> StoreError:
+    if isinstance(error, StoreError):
+        return error
+    return StoreError(f"object {key}", expected="the object that is said to exist", got="none", remedy="try again")

@@ -1,0 +1,93 @@
+"""A replica gets from wherever it is to the newest version, and is told when it cannot."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tiny_run import first_bits, states
+
+from delta_sync import ChainError, FormatError, state_digest
+from delta_sync.ledger import Ledger
+from delta_sync.plan import Position, plan_from_dict, plan_to_dict
+
+
+def position(manifest):
+    return Position(manifest.version, manifest.sha256)
+
+
+def test_an_empty_store_has_no_version_and_no_plan(store):
+    assert Ledger(store).head() is None
+    assert Ledger(store).plan(None, None) is None
+
+
+def test_one_behind_takes_one_delta(run):
+    before = run.origin()
+    after = run.delta()
+    plan = Ledger(run.store).plan(position(before), None)
+    assert (plan.start, plan.anchor, plan.deltas) == ("position", None, (after,))
+    run.check(plan, run.bits[before.sha256])
+    assert Ledger(run.store).plan(plan.position, None) is None
+
+
+def test_a_late_replica_starts_at_the_newest_anchor(run, tmp_path):
+    run.origin()
+    run.anchor(tmp_path / "a")
+    run.delta()
+    anchored = run.delta()
+    run.anchor(tmp_path / "b")
+    last = [run.delta() for _ in range(3)]
+    plan = Ledger(run.store).plan(None, None)
+    assert (plan.start, plan.anchor.version, list(plan.deltas)) == ("anchor", anchored.version, last)
+    run.check(plan, None)
+
+
+def test_live_bits_start_where_their_digest_is(run):
+    origin = run.origin()
+    later = [run.delta() for _ in range(4)]
+    plan = Ledger(run.store).plan(None, origin.state_digest)
+    assert (plan.start, list(plan.deltas)) == ("live", later)
+    run.check(plan, first_bits())
+
+
+def test_live_bits_of_the_newest_version_need_nothing(run):
+    run.origin()
+    newest = run.delta()
+    plan = Ledger(run.store).plan(None, newest.state_digest)
+    assert (plan.start, plan.deltas, dict(plan.tensors)) == ("live", (), {})
+
+
+def test_no_start_says_what_to_do(run):
+    run.origin()
+    run.delta()
+    with pytest.raises(ChainError, match="attach an anchor"):
+        Ledger(run.store).plan(None, state_digest(states(first_bits(seed=9))))
+
+
+def test_an_anchor_can_be_preferred(run, tmp_path):
+    run.origin()
+    run.anchor(tmp_path)
+    newest = run.delta()
+    plan = Ledger(run.store).plan(position(newest), newest.state_digest, prefer_anchor=True)
+    assert plan.start == "anchor"
+    run.check(plan, None)
+
+
+def test_a_plan_travels_as_json(run, tmp_path):
+    run.origin()
+    run.anchor(tmp_path)
+    run.delta()
+    plan = Ledger(run.store).plan(None, None)
+    assert plan_from_dict(json.loads(json.dumps(plan_to_dict(plan)))) == plan
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("start", "somewhere"), ("anchor", None), ("deltas", [1]), ("deltas", {}), ("tensors", []), ("target", "x")],
+)
+def test_a_mangled_plan_is_a_format_error(run, tmp_path, field, value):
+    run.origin()
+    run.anchor(tmp_path)
+    good = plan_to_dict(Ledger(run.store).plan(None, None))
+    with pytest.raises(FormatError):
+        plan_from_dict({**good, field: value})

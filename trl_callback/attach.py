@@ -16,7 +16,8 @@ SAMPLING = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max
 def attach(trainer: Trainer, uri: str, **settings: Any) -> DeltaSyncCallback:
     """Publish ``trainer``'s weights to ``uri``, and roll out on the server if it is a GRPO or RLOO trainer.
 
-    Such a trainer is to be built with ``use_vllm=False``. The server is the ``server_url`` setting, else the trainer's own ``vllm_server_*`` arguments.
+    Such a trainer is to be built with ``use_vllm=False``. The server is the ``server_url`` setting, else the
+    trainer's own ``vllm_server_*`` arguments.
     Raises DeltaSyncError if the trainer already has a rollout client of its own.
     """
     callback = DeltaSyncCallback(uri, **settings)

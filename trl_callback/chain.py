@@ -11,13 +11,12 @@ from pathlib import Path
 
 from delta_sync.anchor_files import write_anchor_files
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, encode_delta
-from delta_sync.errors import ConflictError, StoreError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Kind, Manifest, TensorState
 from delta_sync.writer import Writer
 from trl_callback.changes import ChangeSet
 from trl_callback.config import DeltaSyncConfig
-from trl_callback.progress import byte_bar
+from trl_callback.progress import byte_bar, counted
 from trl_callback.snapshot import Snapshot
 from trl_callback.status_client import Refusal
 
@@ -113,24 +112,18 @@ class Chain:
         *data: bytes,
         changed: int,
     ) -> Manifest:
-        try:
-            manifest = self._writer.commit(
-                kind=kind,
-                steps=steps,
-                tensors=tensors,
-                all_state_digest=state,
-                fingerprint=self._snapshot.fingerprint,
-                objects=data,
-                changed=changed,
-                total=self._snapshot.total_elements,
-                codec=DEFAULT_CODEC if data else None,
-                prompt_cache=self._config.prompt_cache,
-            )
-        except (StoreError, ConflictError):
-            found = self._durable_already(state)
-            if found is None:
-                raise
-            manifest = found
+        manifest = self._writer.commit(
+            kind,
+            steps,
+            tensors,
+            state,
+            self._snapshot.fingerprint,
+            data,
+            changed=changed,
+            total=self._snapshot.total_elements,
+            codec=DEFAULT_CODEC if data else None,
+            prompt_cache=self._config.prompt_cache,
+        )
         self._published.append(Published(manifest.version, steps[1], manifest.sha256))
         return manifest
 
@@ -145,7 +138,7 @@ class Chain:
         return version in self._kept
 
     def republish(self, version: int) -> None:
-        """Put a version's objects and manifest again."""
+        """Put a version's objects again."""
         manifest, data = self._kept[version]
         self._writer.republish(manifest, [data])
 
@@ -154,7 +147,7 @@ class Chain:
         total = self._snapshot.total_bytes
         with tempfile.TemporaryDirectory(prefix="delta-sync-anchor-") as folder:
             with byte_bar("delta-sync anchor", total, shown=self._config.progress) as advance:
-                files = write_anchor_files(Path(folder), self._snapshot.parts(advance))
+                files = write_anchor_files(Path(folder), counted(self._snapshot, advance))
             self._writer.attach_anchor(self._manifest, {**self._sidecars, **files}, self._snapshot.states)
         self._anchored = self._manifest.version
         return total

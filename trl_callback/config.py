@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from delta_sync.dtypes import DTYPES
 from delta_sync.errors import DeltaSyncError
+from delta_sync.store.open import redact_uri
 
 SERVING_DTYPES = tuple(name for name, dtype in DTYPES.items() if dtype.order == "float" and dtype.itemsize >= 2)
 
@@ -67,6 +68,11 @@ class DeltaSyncConfig:
         if unknown:
             raise DeltaSyncError(f"delta-sync setting {unknown[0]!r}", expected=f"one of {sorted(known)}")
         return cls(uri, **settings)
+
+    @property
+    def shown_uri(self) -> str:
+        """The URI, fit to be shown: no user, password or query."""
+        return redact_uri(self.uri)
 
     @property
     def server_key(self) -> str | None:

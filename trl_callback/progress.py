@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from tqdm import tqdm
+
+from delta_sync.anchor_files import Tensor
 
 
 @contextmanager
@@ -17,3 +19,10 @@ def byte_bar(title: str, total: int, *, shown: bool | None) -> Iterator[Callable
         desc=title, total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=not visible, leave=False
     ) as bar:
         yield bar.update
+
+
+def counted(tensors: Iterable[Tensor], advance: Callable[[int], object]) -> Iterator[Tensor]:
+    """The same tensors, calling ``advance`` with each one's bytes once it was taken."""
+    for tensor in tensors:
+        yield tensor
+        advance(tensor[3].nbytes)

@@ -50,7 +50,7 @@ class Publisher:
         self._in_flight: ChangeSet | None = None
         self._attempt: Attempt | None = None  # of what is in flight; the thread's own
         self._refusals: dict[int, Refusal] = {}
-        self._anchor_wanted = self._anchor_urgent = False
+        self.anchor_wanted = self._anchor_urgent = False
         self._stopping = False
         self._failure: BaseException | None = None
         self._failing_since: float | None = None
@@ -79,7 +79,7 @@ class Publisher:
     def want_anchor(self, *, urgent: bool) -> None:
         """Have complete weights attached to the newest version: before the next delta if urgent, else when idle."""
         with self._changed:
-            self._anchor_wanted, self._anchor_urgent = True, self._anchor_urgent or urgent
+            self.anchor_wanted, self._anchor_urgent = True, self._anchor_urgent or urgent
             self._changed.notify_all()
 
     def report(self, refusal: Refusal) -> None:
@@ -103,6 +103,11 @@ class Publisher:
         with self._changed:
             self._changed.wait_for(lambda: self._failure or self._chain.covering(step), timeout)
 
+    @property
+    def epoch(self) -> int:
+        """The epoch this trainer publishes in."""
+        return self._chain.epoch
+
     def raise_if_failed(self) -> None:
         """Raise what stopped the thread, in the caller's thread."""
         if self._failure is not None:
@@ -115,7 +120,7 @@ class Publisher:
         self.raise_if_failed()
         if not done:
             raise SyncTimeoutError(
-                f"publishing step {self.captured_step} to {self._config.uri}",
+                f"publishing step {self.captured_step} to {self._config.shown_uri}",
                 expected=f"durable within {timeout:g} s",
                 got=str(self.last_error or "an upload still running"),
                 remedy="check the store, or raise flush_timeout; a new run on this URI continues from what is durable",
@@ -154,7 +159,7 @@ class Publisher:
     def _due_job(self) -> Job | None:
         if self._refusals:
             return self._heal
-        if self._anchor_wanted and (self._anchor_urgent or not (self._waiting or self._in_flight)):
+        if self.anchor_wanted and (self._anchor_urgent or not (self._waiting or self._in_flight)):
             return self._anchor
         if self._waiting or self._in_flight:
             return self._publish
@@ -210,13 +215,13 @@ class Publisher:
     def _want_periodic_anchor(self, version: int) -> None:
         every, since = self._config.anchor_every, version - self._chain.anchored_or_first
         if every and since >= every:
-            self._anchor_wanted, self._anchor_urgent = True, self._anchor_urgent or since >= 2 * every
+            self.anchor_wanted, self._anchor_urgent = True, self._anchor_urgent or since >= 2 * every
 
     def _anchor(self) -> None:
         start = time.monotonic()
         size = self._chain.attach_anchor()
         with self._changed:
-            self._anchor_wanted = self._anchor_urgent = False
+            self.anchor_wanted = self._anchor_urgent = False
             self._changed.notify_all()
         self._metrics.record(anchor_bytes=size, anchor_seconds=time.monotonic() - start)
 

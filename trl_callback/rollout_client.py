@@ -131,7 +131,8 @@ def read_choices(choices: list[dict[str, Any]], *, prompts: int, n: int) -> dict
         logprobs, token_ids = _logprobs([choice["logprobs"] for choice in choices])
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(
-            "completions", expected="token ids and log-probabilities in every choice",
+            "completions",
+            expected="token ids and log-probabilities in every choice",
             got=repr(error),
             remedy="use a vLLM whose /v1/completions knows return_token_ids",
         ) from error

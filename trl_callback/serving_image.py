@@ -64,7 +64,9 @@ class ServingImage:
             ) from error
         found = sum(part.numel() for part in parts.values())
         if found != tensor.numel():
-            raise MappingError(f"parameter {name!r}", expected=f"{tensor.numel()} elements", got=f"{found} in {[*parts]}")
+            raise MappingError(
+                f"parameter {name!r}", expected=f"{tensor.numel()} elements", got=f"{found} in {[*parts]}"
+            )
         if list(parts) == [name] and parts[name] is tensor:
             self._kept.add(name)
         return parts

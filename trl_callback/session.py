@@ -57,8 +57,8 @@ class Session:
 
         ledger = Ledger(open_store(config.uri))
         sidecars = sidecar_files(subject.model, subject.processing_class, snapshot.main_dtype)
-        chain = Chain(ledger, snapshot, config, sidecars)
-        self._first_step = chain.begin(subject.step).step
+        chain = Chain(ledger, snapshot, config, sidecars, subject.step)
+        self._first_step = subject.step
         self._publisher = Publisher(chain, snapshot, config, metrics)
         self._wait = None if status is None else ServedWait(status, ledger, self._publisher, config)
         self._want_first_anchor(chain, snapshot, live)

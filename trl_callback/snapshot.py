@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from delta_sync.anchor_files import Tensor
 from delta_sync.delta import apply, diff, new_bits
 from delta_sync.digest import digest, digest_change, model_fingerprint, state_digest, tensor_key
 from delta_sync.dtypes import DType
@@ -79,18 +80,23 @@ class Snapshot:
         """Move to the version just committed: its deltas and the states that ``advanced`` gave for them."""
         for name, delta in deltas.items():
             apply(delta, self._held[name].bits)
-        self.states |= states
+        self.states.update(states)
 
     def digest_with(self, states: Mapping[str, TensorState]) -> str:
         """state_digest over all tensors, with ``states`` in place of what they replace."""
-        return state_digest(self.states | dict(states))
+        return state_digest({**self.states, **states})
 
     @property
     def fingerprint(self) -> str:
         """model_fingerprint over all tensors."""
         return model_fingerprint(self.states)
 
-    def __iter__(self) -> Iterator[tuple[str, DType, tuple[int, ...], npt.NDArray[np.unsignedinteger]]]:
-        """(name, element type, shape, flat bits) of every tensor, for writing an anchor."""
+    @property
+    def main_dtype(self) -> str:
+        """The element type of the largest tensor."""
+        return max(self._held.values(), key=lambda held: held.bits.size).dtype.name
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """(name, element type, shape, flat bits) of every tensor, as anchors are written from."""
         for name, held in self._held.items():
             yield name, held.dtype, held.shape, held.bits

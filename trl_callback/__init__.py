@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trl_callback.attach import attach
+    from trl_callback.attaching import attach
     from trl_callback.callback import DeltaSyncCallback
     from trl_callback.config import DeltaSyncConfig
 
 __all__ = ["DeltaSyncCallback", "DeltaSyncConfig", "attach"]
 
-_HOMES = {"DeltaSyncCallback": "callback", "DeltaSyncConfig": "config", "attach": "attach"}
+_HOMES = {"DeltaSyncCallback": "callback", "DeltaSyncConfig": "config", "attach": "attaching"}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ def sidecar_files(model: nn.Module, processing_class: Any, dtype_name: str) -> d
         return _read_files(Path(folder))
 
 
-def _read_files(folder: Path) -> Mapping[str, bytes]:
+def _read_files(folder: Path) -> dict[str, bytes]:
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
     }

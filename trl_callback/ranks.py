@@ -15,7 +15,7 @@ def is_main() -> bool:
     return not _many() or distributed.get_rank() == 0
 
 
-def on_main(work: Callable[[], None]) -> None:
+def on_main(work: Callable[[], object]) -> None:
     """Run ``work`` on rank 0 while the others wait; what it raises there makes every rank raise.
 
     A collective: every rank must call it at the same point. Nothing but one flag travels between ranks.

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from delta_sync.dtypes import DType, dtype
@@ -51,10 +52,10 @@ class ServingImage:
                 yield self._cast(name, part)
 
     def _checkpoint_tensors(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        if name in self._kept:
+        if name in self._kept or not isinstance(self._model, PreTrainedModel):
             return {name: tensor}
         try:
-            parts = revert_weight_conversion(self._model, {name: tensor})
+            parts: dict[str, torch.Tensor] = revert_weight_conversion(self._model, {name: tensor})
         except Exception as error:
             raise MappingError(
                 f"parameter {name!r}",
@@ -107,9 +108,9 @@ def plain_name(name: str) -> str:
     return name
 
 
-def compute_dtype(model: nn.Module, *, bf16: bool, fp16: bool) -> str | None:
+def compute_dtype(model: nn.Module, *, bf16: bool, fp16: bool) -> str:
     """The precision the trainer computes in, as a safetensors name: its autocast type, else its largest weight's."""
     if bf16 or fp16:
         return "BF16" if bf16 else "F16"
     largest = max(unwrap(model).parameters(), key=lambda parameter: parameter.numel())
-    return NAMES.get(largest.dtype)
+    return NAMES.get(largest.dtype, str(largest.dtype))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
-from delta_sync.anchor_files import iter_anchor_tensors
+from delta_sync.anchor_files import Tensor, iter_anchor_tensors
 from delta_sync.delta import apply
 from delta_sync.delta_file import decode_delta
 from delta_sync.digest import digest, state_digest, tensor_key
@@ -27,15 +29,27 @@ def chain(uri: str) -> list[Manifest]:
     return [] if head is None else [*reversed(ledger.ancestors(head, 1)), head]
 
 
-def materialise(uri: str) -> dict[str, bytes]:
-    """The newest version's bits from its anchor and deltas, every digest proven on the way."""
+def materialise(uri: str, start: Iterable[Tensor] = ()) -> dict[str, bytes]:
+    """The newest version's bits from its anchor (or from ``start``, proven to be a version's) and the deltas after it.
+
+    Every digest is proven on the way.
+    """
     ledger = Ledger(open_store(uri))
-    plan = ledger.plan(None, None, prefer_anchor=True)
-    assert plan is not None and plan.anchor is not None
     bits: dict[str, np.ndarray] = {}
-    layout = {}
-    for name, dtype, shape, values in iter_anchor_tensors(ledger, plan.anchor):
-        bits[name], layout[name] = values.copy(), (dtype.name, shape)
+    layout: dict[str, tuple[str, tuple[int, ...]]] = {}
+
+    def take(tensors: Iterable[Tensor]) -> None:
+        for name, dtype, shape, values in tensors:
+            bits[name], layout[name] = values.copy(), (dtype.name, shape)
+
+    def states() -> dict[str, TensorState]:
+        return {name: TensorState(*layout[name], digest(bits[name], tensor_key(name))) for name in bits}
+
+    take(start)
+    plan = ledger.plan(None, state_digest(states()))
+    assert plan is not None
+    if plan.anchor is not None:
+        take(iter_anchor_tensors(ledger, plan.anchor))
     for manifest in plan.deltas:
         for ref in manifest.objects:
             header, deltas = decode_delta(ledger.read_object(ref))
@@ -44,8 +58,7 @@ def materialise(uri: str) -> dict[str, bytes]:
                 apply(delta, bits[delta.name])
         for name, state in manifest.tensors.items():
             assert state.digest == digest(bits[name], tensor_key(name)), (manifest.version, name)
-    states = {name: TensorState(*layout[name], digest(bits[name], tensor_key(name))) for name in bits}
-    assert state_digest(states) == plan.target.state_digest
+    assert state_digest(states()) == plan.target.state_digest
     return {name: values.tobytes() for name, values in bits.items()}
 
 

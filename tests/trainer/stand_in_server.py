@@ -25,9 +25,9 @@ class StandInServer:
 
     def answer(self, name: str, headers: dict[str, str], body: Any) -> Answer:
         self.requests.append((name, headers, body))
-        if self.api_key is not None and name != "GET /health":
-            if headers.get("Authorization") != f"Bearer {self.api_key}":
-                return 401, {"error": "Unauthorized"}
+        guarded = self.api_key is not None and name != "GET /health"
+        if guarded and headers.get("Authorization") != f"Bearer {self.api_key}":
+            return 401, {"error": "Unauthorized"}
         route = self.routes.get(name)
         return route(body) if route else (404, {"detail": "Not Found"})
 

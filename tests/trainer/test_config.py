@@ -30,7 +30,7 @@ def test_a_bad_value_is_named(field: str, value: object) -> None:
 
 
 def test_an_unknown_setting_and_an_empty_uri_are_named() -> None:
-    with pytest.raises(DeltaSyncError, match="max_stalenes'.*max_staleness"):
+    with pytest.raises(DeltaSyncError, match=r"max_stalenes'.*max_staleness"):
         DeltaSyncCallback("memory://x", max_stalenes=1)
     with pytest.raises(DeltaSyncError, match="'uri'"):
         DeltaSyncCallback(" ")

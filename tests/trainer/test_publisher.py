@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import bucket
 import pytest
@@ -122,7 +123,7 @@ def test_steps_that_pile_up_behind_a_slow_store_become_one_version() -> None:
         run.check()
         steps = [m.steps for m in bucket.chain(run.uri)]
     assert steps[0] == (0, 0) and steps[-1][1] == 6 and len(steps) <= 4
-    assert all(after[0] == before[1] + 1 for before, after in zip(steps, steps[1:], strict=False))
+    assert all(after[0] == before[1] + 1 for before, after in pairwise(steps))
 
 
 def test_changes_that_go_back_while_they_are_published_end_exactly_where_the_model_is() -> None:
@@ -190,7 +191,7 @@ def test_a_flush_has_a_deadline_and_says_why() -> None:
         run.train()
         time.sleep(0.1)
         run.store.gate.clear()
-        with pytest.raises(SyncTimeoutError, match="step 1.*injected.*flush_timeout"):
+        with pytest.raises(SyncTimeoutError, match=r"step 1.*injected.*flush_timeout"):
             run.publisher.flush(0.3)
 
 

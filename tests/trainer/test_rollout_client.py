@@ -151,7 +151,7 @@ def test_connecting_to_nobody_ends_at_the_deadline() -> None:
         held.bind(("127.0.0.1", 0))
         nobody = StandInServer(url=f"http://127.0.0.1:{held.getsockname()[1]}")
         start = time.monotonic()
-        with pytest.raises(SyncTimeoutError, match="connection refused.*vllm serve"):
+        with pytest.raises(SyncTimeoutError, match=r"connection refused.*vllm serve"):
             client_of(nobody).connect(0.3)
         assert time.monotonic() - start < 5
 
@@ -161,7 +161,7 @@ def test_a_server_that_never_answers_ends_at_the_deadline() -> None:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         stalled = StandInServer(url=f"http://127.0.0.1:{silent.getsockname()[1]}")
-        with pytest.raises(SyncTimeoutError, match="within 0.5 s"):
+        with pytest.raises(SyncTimeoutError, match=r"within 0.5 s"):
             client_of(stalled, timeout=0.5).generate([[1]])
 
 
@@ -186,7 +186,7 @@ def test_a_request_the_server_rejects_is_not_repeated(server: StandInServer) -> 
 
 def test_answers_that_are_not_json_are_format_errors(server: StandInServer) -> None:
     server.routes["GET /v1/models"] = lambda _: (200, b"<html>proxy</html>")
-    with pytest.raises(FormatError, match="expected JSON.*proxy"):
+    with pytest.raises(FormatError, match=r"expected JSON.*proxy"):
         client_of(server).connect(1)
 
 
@@ -218,7 +218,9 @@ def test_requests_run_side_by_side(server: StandInServer) -> None:
     release = threading.Event()
     server.routes["POST /v1/completions"] = lambda body: release.wait(5) and completions(body)
     http = Server(server.url)
-    worker = threading.Thread(target=lambda: http.post("/v1/completions", {"prompt": [[1]], "n": 1, "logprobs": 0}, timeout=5))
+    worker = threading.Thread(
+        target=lambda: http.post("/v1/completions", {"prompt": [[1]], "n": 1, "logprobs": 0}, timeout=5)
+    )
     worker.start()
     assert http.get("/v1/models", timeout=2) == json.loads(json.dumps(MODEL[1]))
     release.set()

@@ -1,0 +1,1 @@
+"""Makes tests/helpers importable as ``helpers`` from every test folder."""

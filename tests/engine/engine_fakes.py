@@ -1,0 +1,158 @@
+"""Two in-memory ranks that keep the worker extension's contract over numpy arrays, with failures on demand.
+
+Tensor "w" is split by columns over the ranks, "norm" is held by both. For tests of the engine side only:
+the real extension is tested by its own tests and through real servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from delta_sync.delta import apply
+from delta_sync.delta_file import decode_delta
+from delta_sync.digest import digest_region, tensor_key
+from delta_sync.errors import DeltaSyncError
+from delta_sync.ledger import Ledger
+from delta_sync.plan import plan_from_dict
+from vllm_delta_plugin.proof import MASK, Region
+
+ROWS, COLUMNS = 4, 6
+SHAPES = {"w": (ROWS, COLUMNS), "norm": (COLUMNS,)}
+KEYS = [
+    {"w": f"w|0|({COLUMNS}, 1)|({ROWS}, 3)", "norm": f"norm|0|(1,)|({COLUMNS},)"},
+    {"w": f"w|3|({COLUMNS}, 1)|({ROWS}, 3)", "norm": f"norm|0|(1,)|({COLUMNS},)"},
+]
+Weights = dict[str, np.ndarray[Any, Any]]
+
+
+def region_sum(bits: np.ndarray[Any, Any], key: str) -> int:
+    """A region's digest, read out of the whole tensor."""
+    region = Region.parse(key)
+    at = (region.offset, region.strides)
+    return digest_region(bits.ravel(), *at, *at, region.shape, tensor_key(region.tensor))
+
+
+class Injected(Exception):
+    """A failure that a test asked for."""
+
+
+@dataclass
+class Rank:
+    """One rank; it keeps whole tensors and looks only at its regions."""
+
+    index: int
+    ledger: Ledger
+    live: Weights
+    staged: Weights | None = None
+    target: int | None = None
+    error: dict[str, Any] | None = None
+    committed: bool = False
+    skew: int = 0  # added to the staged "norm" sum: a wrong proof
+    fail: set[str] = field(default_factory=set)
+
+    def call(self, method: str, args: tuple[Any, ...]) -> dict[str, Any]:
+        """What the extension does: catch everything, answer a dictionary."""
+        try:
+            if method in self.fail:
+                raise Injected(f"{method} fails")
+            return {"ok": True, "error": None} | getattr(self, method)(*args)
+        except Exception as error:  # noqa: BLE001  # as the real extension does
+            return {"ok": False, "error": describe(error)}
+
+    def sums(self, weights: Weights) -> dict[str, int]:
+        return {key: region_sum(weights[name], key) for name, key in KEYS[self.index].items()}
+
+    def attach(self, config: dict[str, Any]) -> dict[str, Any]:
+        tensors = {name: {"dtype": "BF16", "shape": list(shape)} for name, shape in SHAPES.items()}
+        return {"tensors": tensors, "regions": self.sums(self.live)}
+
+    def stage_begin(self, message: dict[str, Any]) -> dict[str, Any]:
+        plan = plan_from_dict(message)
+        self.staged, self.error, self.target = None, None, plan.target.version
+        try:
+            if "stage" in self.fail:
+                raise Injected("stage fails")
+            self.staged = self.read(plan)
+        except DeltaSyncError as error:
+            self.error = describe(error, self.key)
+        except Injected as error:
+            self.error = describe(error)
+        return {}
+
+    def read(self, plan: Any) -> Weights:
+        self.key = None
+        bits = {name: value.copy() for name, value in self.live.items()}
+        if plan.anchor is not None:
+            ref = plan.anchor.objects[0]
+            self.key = ref.key
+            data = np.frombuffer(self.ledger.read_object(ref), "<u2")
+            bits = {"w": data[: ROWS * COLUMNS].reshape(SHAPES["w"]).copy(), "norm": data[ROWS * COLUMNS :].copy()}
+        for manifest in plan.deltas:
+            for ref in manifest.objects:
+                self.key = ref.key
+                for delta in decode_delta(self.ledger.read_object(ref))[1]:
+                    apply(delta, bits[delta.name].reshape(-1))
+        return bits
+
+    def stage_poll(self) -> dict[str, Any]:
+        if self.error is not None:
+            return {"state": "failed", "error": self.error}
+        if self.staged is None:
+            return {"state": "idle"}
+        before, after = self.sums(self.live), self.sums(self.staged)
+        parts = {key: (after[key] - before[key]) & MASK for key in after if after[key] != before[key]}
+        if self.skew:
+            parts[KEYS[self.index]["norm"]] = (parts.get(KEYS[self.index]["norm"], 0) + self.skew) & MASK
+        return {"state": "staged", "target": self.target, "parts": parts, "changed": len(parts)}
+
+    def stage_drop(self) -> dict[str, Any]:
+        self.staged = self.error = None
+        return {}
+
+    def commit(self, version: int) -> dict[str, Any]:
+        if self.staged is None or self.target != version:
+            raise Injected("nothing staged")
+        self.live, self.staged, self.committed = self.staged, self.live, True
+        return {}
+
+    def undo(self, version: int) -> dict[str, Any]:
+        if self.committed and self.staged is not None:
+            self.live, self.staged, self.committed = self.staged, self.live, False
+        return {}
+
+    def settle(self, version: int) -> dict[str, Any]:
+        self.staged, self.committed = None, False
+        return {}
+
+    def audit_begin(self) -> dict[str, Any]:
+        return {"state": "running"}
+
+    def audit_poll(self) -> dict[str, Any]:
+        return {"state": "done", "regions": self.sums(self.live)}
+
+
+def describe(error: Exception, key: str | None = None) -> dict[str, Any]:
+    return {"kind": type(error).__name__, "error": str(error), "object": key}
+
+
+class Executor:
+    """collective_rpc over the ranks; ``before`` may look at or change things before any call."""
+
+    def __init__(self, ledger: Ledger, weights: Weights) -> None:
+        self.ranks = [Rank(i, ledger, {n: v.copy() for n, v in weights.items()}) for i in range(2)]
+        self.calls: list[str] = []
+        self.before: Callable[[str], None] = lambda method: None
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
+        name = method.removeprefix("delta_sync_")
+        self.calls.append(name)
+        self.before(name)
+        return [rank.call(name, args) for rank in self.ranks]
+
+    def equal(self, weights: Weights) -> bool:
+        """True if every rank serves exactly these bits."""
+        return all(np.array_equal(rank.live[name], weights[name]) for rank in self.ranks for name in weights)

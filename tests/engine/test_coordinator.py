@@ -1,0 +1,458 @@
+"""The coordinator over two in-memory ranks: catching up, refusing, healing, rolling back, auditing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_fakes import KEYS, SHAPES, Executor, Weights
+from helpers.publish import Publisher
+
+from delta_sync.errors import StoreError
+from delta_sync.ledger import Ledger
+from delta_sync.store.open import open_store
+from vllm_delta_plugin.cache_salt import CacheSalt
+from vllm_delta_plugin.config import ReplicaConfig
+from vllm_delta_plugin.coordinator import Coordinator
+from vllm_delta_plugin.live import Live
+from vllm_delta_plugin.main_thread import EngineBroken, MainThread
+from vllm_delta_plugin.ranks import RankError, Ranks
+from vllm_delta_plugin.status import Facts, Status
+
+
+class Replica:
+    """A coordinator whose turns the test takes itself, with the engine's thread pumped beside it."""
+
+    def __init__(self, uri: str, weights: Weights, **config: Any) -> None:
+        self.config = ReplicaConfig(uri, replica="r", retry=0.5, **{"poll": 0.01, "audit_period": 1e9, **config})
+        self.stop = threading.Event()
+        self.broken: EngineBroken | None = None
+        self.ledger = Ledger(open_store(uri))
+        self.executor = Executor(Ledger(open_store(uri)), weights)
+        self.salt = CacheSalt()
+        self.main = MainThread(self.stop)
+        live = Live(self.config, Ranks(self.executor.collective_rpc), self.main, self.salt)
+        self.live = live
+        status = Status(Facts("r", uri, "m", "BF16", "processed_logprobs", ""))
+        self.coordinator = Coordinator(self.config, self.ledger, live, status, self.stop)
+        self._pumping = threading.Thread(target=self._pump, daemon=True)
+        self._pumping.start()
+
+    def _pump(self) -> None:
+        while not self.stop.is_set():
+            try:
+                self.main.pump()
+            except EngineBroken as error:
+                self.broken = error
+                return
+            time.sleep(0.0005)
+
+    def start(self) -> Replica:
+        self.coordinator.start()
+        return self
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return self.coordinator.status.to_dict()
+
+    def wait(self, what: str, condition: Callable[[dict[str, Any]], Any], timeout: float = 15.0) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout
+        while not condition(self.status):
+            assert time.monotonic() < deadline, f"waited for {what}: {self.status}"
+            time.sleep(0.005)
+        return self.status
+
+    def wait_version(self, version: int) -> dict[str, Any]:
+        return self.wait(f"version {version}", lambda s: s["version"] == version)
+
+    def wait_ack(self, state: str) -> Any:
+        def ack(_: Any) -> Any:
+            found = self.ledger.acknowledgements().get("r")
+            return found if found and found.state == state else None
+
+        self.wait(f"an acknowledgement that says {state}", ack)
+        return ack(None)
+
+    def close(self) -> None:
+        self.coordinator.stop()
+        self._pumping.join(5)
+
+
+@pytest.fixture
+def uri(tmp_path: Any) -> str:
+    return str(tmp_path / "run")
+
+
+@pytest.fixture
+def weights() -> Weights:
+    random = np.random.default_rng(0)
+    return {name: random.integers(0, 2**15, shape).astype("<u2") for name, shape in SHAPES.items()}
+
+
+@pytest.fixture
+def replica_of(uri: str, weights: Weights) -> Iterator[Callable[..., Replica]]:
+    made: list[Replica] = []
+
+    def make(bits: Weights | None = None, **config: Any) -> Replica:
+        made.append(Replica(uri, weights if bits is None else bits, **config))
+        return made[-1]
+
+    yield make
+    for replica in made:
+        replica.close()
+
+
+@pytest.fixture
+def trainer(uri: str, weights: Weights) -> Publisher:
+    return Publisher(uri, weights)
+
+
+def anchor(trainer: Publisher, manifest: Any) -> None:
+    """What the fake ranks read as an anchor: both tensors' bytes, one after the other."""
+    data = trainer.weights["w"].tobytes() + trainer.weights["norm"].tobytes()
+    trainer.anchor(manifest, {"model.safetensors": data})
+
+
+def other(weights: Weights) -> Weights:
+    return {name: value ^ 3 for name, value in weights.items()}
+
+
+def test_equal_live_bits_need_no_anchor_and_deltas_follow(trainer: Publisher, replica_of: Any) -> None:
+    trainer.origin()
+    replica = replica_of().start()
+    first = replica.wait_version(1)
+    assert (first["state"], first["lag"], first["anchors_taken"]) == ("live", 0, 0)
+    for seed in range(3):
+        manifest = trainer.step(seed, 0.3)
+    status = replica.wait_version(4)
+    assert replica.executor.equal(trainer.weights)
+    assert status["state_digest"] == manifest.state_digest
+    assert status["manifest"] == manifest.sha256
+    assert status["changed_elements_last"] > 0
+    assert status["refusal"] is None
+
+
+def test_a_replica_started_before_the_run_waits_for_it(trainer: Publisher, replica_of: Any) -> None:
+    replica = replica_of().start()
+    time.sleep(0.1)
+    assert (replica.status["state"], replica.status["newest_version"]) == ("waiting", None)
+    trainer.origin()
+    trainer.step(1)
+    replica.wait_version(2)
+
+
+def test_a_late_replica_folds_the_chain_after_the_newest_anchor(trainer: Publisher, replica_of: Any, weights) -> None:
+    trainer.origin()
+    anchor(trainer, trainer.step(1))
+    for seed in (2, 3, 4):
+        trainer.step(seed, 0.5)
+    replica = replica_of(other(weights)).start()
+    status = replica.wait_version(5)
+    assert replica.executor.equal(trainer.weights)
+    assert (status["anchors_taken"], status["commits"]) == (1, 1)
+
+
+def test_without_a_way_the_newest_version_is_refused_until_an_anchor_comes(trainer, replica_of, weights) -> None:
+    newest = trainer.origin()
+    replica = replica_of(other(weights)).start()
+    status = replica.wait("refusal", lambda s: s["refusal"])
+    assert status["state"] == "refused"
+    assert (status["refusal"]["version"], status["refusal"]["kind"]) == (1, "ChainError")
+    assert replica.executor.equal(other(weights))
+    ack = replica.wait_ack("refused")
+    assert (ack.version, ack.refused_version) == (None, 1)
+    anchor(trainer, newest)
+    status = replica.wait_version(1)
+    assert (status["state"], status["refusal"], status["refusals"]) == ("live", None, 1)
+    replica.wait_ack("live")
+
+
+def test_a_damaged_object_is_refused_and_healed_by_putting_it_again(trainer, replica_of, weights) -> None:
+    trainer.origin()
+    replica = replica_of().start()
+    replica.wait_version(1)
+    replica.executor.before = lambda method: time.sleep(0.05) if method == "stage_begin" else None
+    manifest = trainer.step(1)
+    trainer.damage(manifest)
+    status = replica.wait("refusal", lambda s: s["refusal"] or s["version"] == 2)
+    if status["version"] == 2:
+        pytest.skip("the replica was faster than the damage")
+    assert status["refusal"]["object"] == manifest.objects[0].key
+    assert (status["refusal"]["kind"], status["version"], status["lag"]) == ("IntegrityError", 1, 1)
+    assert replica.executor.equal(weights)
+    assert replica.wait_ack("refused").refused_object == manifest.objects[0].key
+    trainer.heal(manifest)
+    assert replica.wait_version(2)["refusal"] is None
+    assert replica.executor.equal(trainer.weights)
+
+
+def test_wrong_content_is_refused_before_weights_are_touched_and_healed_by_an_anchor(
+    trainer: Publisher, replica_of: Any, weights: Weights
+) -> None:
+    trainer.origin()
+    replica = replica_of().start()
+    replica.wait_version(1)
+    bad = trainer.step(1, corrupt="content")
+    status = replica.wait("refusal", lambda s: s["refusal"])
+    assert (status["refusal"]["version"], status["refusal"]["kind"]) == (2, "IntegrityError")
+    assert "commit" not in replica.executor.calls[replica.executor.calls.index("settle") :]
+    assert replica.executor.equal(weights)
+    time.sleep(0.6)  # several tries later it is still one refusal
+    assert replica.status["refusals"] == 1
+    anchor(trainer, bad)
+    status = replica.wait_version(2)
+    assert status["anchors_taken"] == 1
+    assert replica.executor.equal(trainer.weights)
+    trainer.step(2)
+    replica.wait_version(3)
+    assert replica.executor.equal(trainer.weights)
+
+
+def test_a_resumed_trainer_with_other_weights_is_followed_by_its_anchor(trainer, replica_of, uri, weights) -> None:
+    trainer.origin()
+    replica = replica_of().start()
+    replica.wait_version(1)
+    trainer.step(1)
+    replica.wait_version(2)
+    resumed = Publisher(uri, other(weights))
+    anchor(resumed, resumed.origin())
+    status = replica.wait_version(3)
+    assert (status["epoch"], status["anchors_taken"]) == (2, 1)
+    assert replica.executor.equal(resumed.weights)
+
+
+@pytest.mark.parametrize("guilty", [{0}, {1}, {0, 1}])
+def test_a_rank_that_fails_to_commit_takes_all_back(trainer, replica_of, weights, guilty: set[int]) -> None:
+    trainer.origin()
+    replica = replica_of().start()
+    replica.wait_version(1)
+    generation = replica.status["commit_generation"]
+    for index in guilty:
+        replica.executor.ranks[index].fail = {"commit"}
+    trainer.step(1, 0.5)
+    status = replica.wait("rollback", lambda s: s["rollbacks"])
+    assert replica.executor.equal(weights)
+    assert (status["version"], status["state"], status["refusal"]) == (1, "live", None)
+    assert "rank" in status["last_error"]["error"]
+    assert status["commit_generation"] > generation  # nothing cached around a rollback is found again
+    for rank in replica.executor.ranks:
+        rank.fail = set()
+    replica.wait_version(2)
+    assert replica.executor.equal(trainer.weights)
+    replica.wait("the scan after a rollback", lambda s: s["audit"]["completed"])
+
+
+def test_commit_check_and_undo_happen_in_one_call_of_the_engine_thread(trainer, replica_of) -> None:
+    """So no step can fall between a half commit and its undo, and no request needs a retry."""
+    trainer.origin()
+    replica = replica_of()
+    inside: list[tuple[str, int]] = []
+    calls = [0]
+    pump = replica.main.pump
+
+    def counting() -> None:
+        calls[0] += 1
+        pump()
+
+    replica.main.pump = counting
+    replica.start()
+    replica.wait_version(1)
+    replica.executor.ranks[1].fail = {"commit"}
+    replica.executor.before = lambda method: inside.append((method, calls[0]))
+    trainer.step(1, 0.5)
+    replica.wait("rollback", lambda s: s["rollbacks"])
+    commit = next(at for method, at in inside if method == "commit")
+    undo = next(at for method, at in inside if method == "undo")
+    assert commit == undo
+
+
+def test_a_failed_undo_ends_the_engine(trainer, replica_of) -> None:
+    trainer.origin()
+    replica = replica_of().start()
+    replica.wait_version(1)
+    replica.executor.ranks[0].fail = {"commit"}
+    replica.executor.ranks[1].fail = {"undo"}
+    trainer.step(1)
+    replica.wait("the end", lambda _: replica.broken)
+    assert "could not be undone" in str(replica.broken)
+    assert replica.status["version"] == 1
+
+
+def test_a_worker_that_raises_ends_the_engine(trainer, replica_of) -> None:
+    replica = replica_of().start()
+
+    def explode(method: str) -> None:
+        raise RuntimeError("lost a worker")
+
+    replica.executor.before = explode
+    trainer.origin()
+    replica.wait("the end", lambda _: replica.broken)
+    assert "lost a worker" in str(replica.broken)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_stage_is_a_refusal_and_both_drop(trainer, replica_of, weights, rank: int) -> None:
+    trainer.origin()
+    replica = replica_of().start()
+    replica.wait_version(1)
+    replica.executor.ranks[rank].fail = {"stage"}
+    trainer.step(1)
+    status = replica.wait("refusal", lambda s: s["refusal"])
+    assert status["refusal"]["kind"] == "Injected"
+    assert replica.executor.calls[-1] == "stage_drop" or "stage_drop" in replica.executor.calls
+    assert replica.executor.equal(weights)
+    replica.executor.ranks[rank].fail = set()
+    replica.wait_version(2)
+
+
+def test_ranks_that_disagree_about_a_copy_are_refused(trainer, replica_of, weights) -> None:
+    trainer.origin()
+    replica = replica_of().start()
+    replica.wait_version(1)
+    replica.executor.ranks[1].skew = 5
+    trainer.step(1)
+    status = replica.wait("refusal", lambda s: s["refusal"])
+    assert "copies of region" in status["refusal"]["error"]
+    assert replica.executor.equal(weights)
+
+
+def test_a_store_error_while_staging_is_no_refusal(trainer, replica_of, monkeypatch) -> None:
+    trainer.origin()
+    replica = replica_of().start()
+    replica.wait_version(1)
+    rank = replica.executor.ranks[0]
+    good = rank.ledger
+    failures = [2]
+
+    class Flaky:
+        def read_object(self, ref: Any) -> bytes:
+            if failures[0]:
+                failures[0] -= 1
+                raise StoreError("store", got="time-out")
+            return good.read_object(ref)
+
+    rank.ledger = Flaky()  # type: ignore[assignment]
+    trainer.step(1)
+    status = replica.wait_version(2)
+    assert (status["refusals"], status["last_error"]["kind"]) == (0, "RankError")
+
+
+def test_the_audit_finds_a_flipped_bit_and_an_anchor_heals_it(trainer, replica_of) -> None:
+    trainer.origin()
+    replica = replica_of(audit_commits=2).start()
+    replica.wait_version(1)
+    for rank in replica.executor.ranks:
+        rank.live["norm"][0] ^= 1  # both copies alike, so that only the digest can tell
+    trainer.step(1)
+    status = replica.wait("poison", lambda s: s["state"] == "poisoned")
+    assert status["version"] is None
+    assert "norm" in status["last_error"]["error"]
+    replica.wait_ack("poisoned")
+    anchor(trainer, trainer.writer.head)
+    status = replica.wait_version(2)
+    assert status["state"] == "live"
+    assert replica.executor.equal(trainer.weights)
+
+
+def test_copies_that_drift_apart_are_poison_too(trainer, replica_of) -> None:
+    trainer.origin()
+    replica = replica_of(audit_commits=2).start()
+    replica.wait_version(1)
+    replica.executor.ranks[1].live["norm"][0] ^= 1
+    trainer.step(1)
+    replica.wait("poison", lambda s: s["state"] == "poisoned")
+    anchor(trainer, trainer.writer.head)
+    replica.wait_version(2)
+    assert replica.executor.equal(trainer.weights)
+
+
+def test_commits_wait_for_the_audit_that_is_due(trainer, replica_of) -> None:
+    trainer.origin()
+    replica = replica_of(audit_commits=2)
+    hold = threading.Event()
+    poll = type(replica.executor.ranks[0]).audit_poll
+
+    def slow(rank: Any) -> dict[str, Any]:
+        return poll(rank) if hold.is_set() else {"state": "running"}
+
+    for rank in replica.executor.ranks:
+        rank.audit_poll = lambda rank=rank: slow(rank)  # type: ignore[method-assign]
+    replica.start()
+    replica.wait_version(1)
+    trainer.step(1)
+    replica.wait_version(2)
+    trainer.step(2)
+    replica.wait("version 3 to be seen", lambda s: s["newest_version"] == 3)
+    time.sleep(0.2)
+    assert replica.status["version"] == 2
+    hold.set()
+    replica.wait_version(3)
+    assert replica.status["audit"]["completed"] >= 1
+
+
+def test_failing_acknowledgements_are_reported_and_harmless(trainer, replica_of, monkeypatch) -> None:
+    replica = replica_of()
+
+    def broken(ack: Any) -> None:
+        raise StoreError("store", got="read-only")
+
+    monkeypatch.setattr(replica.ledger, "acknowledge", broken)
+    replica.start()
+    trainer.origin()
+    replica.wait_version(1)
+    status = replica.wait("the report", lambda s: s["last_error"])
+    assert "read-only" in status["last_error"]["error"]
+
+
+def test_no_acknowledgement_if_not_wanted(trainer, replica_of) -> None:
+    replica = replica_of(acknowledge=False).start()
+    trainer.origin()
+    replica.wait_version(1)
+    assert replica.ledger.acknowledgements() == {}
+
+
+def test_waiting_clients_get_their_answer(trainer, replica_of) -> None:
+    trainer.origin()
+    replica = replica_of().start()
+    newest = replica.coordinator.wait_for(None, 10).result(10)
+    assert (newest["reached"], newest["version"]) == (True, 1)
+    later = replica.coordinator.wait_for(2, 10)
+    never = replica.coordinator.wait_for(9, 0.2).result(10)
+    assert (never["reached"], never["wanted_version"]) == (False, 9)
+    trainer.step(1)
+    assert later.result(10)["version"] == 2
+
+
+def test_a_scan_on_demand_is_fresh(trainer, replica_of) -> None:
+    manifest = trainer.origin()
+    replica = replica_of().start()
+    replica.wait_version(1)
+    answer = replica.coordinator.scan().result(10)
+    assert (answer["version"], answer["state_digest"]) == (1, manifest.state_digest)
+    replica.executor.ranks[0].live["w"][0, 0] ^= 1
+    answer = replica.coordinator.scan().result(10)
+    assert answer["version"] is None
+    assert answer["state_digest"] != manifest.state_digest
+
+
+def test_another_model_is_refused_by_name(uri, replica_of) -> None:
+    stranger = Publisher(uri, {"w": np.zeros((2, 2), "<u2")})
+    stranger.anchor(stranger.origin())
+    status = replica_of().start().wait("refusal", lambda s: s["refusal"])
+    assert "'w'" in status["refusal"]["error"]
+
+
+def test_a_rank_that_cannot_attach_stops_the_start(uri, weights, monkeypatch) -> None:
+    executor = Executor(Ledger(open_store(uri)), weights)
+    executor.ranks[1].fail = {"attach"}
+    with pytest.raises(RankError, match="rank 1"):
+        Live(ReplicaConfig(uri), Ranks(executor.collective_rpc), MainThread(threading.Event()), CacheSalt())
+
+
+def test_the_fake_layout_is_a_real_one() -> None:
+    assert KEYS[0]["norm"] == KEYS[1]["norm"]
+    assert KEYS[0]["w"] != KEYS[1]["w"]

@@ -1,0 +1,129 @@
+"""--delta-sync through vLLM's own parser: what it sets, what it leaves alone, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from delta_sync.errors import FormatError
+from vllm_delta_plugin import register
+from vllm_delta_plugin.config import ENVIRONMENT, ReplicaConfig, find_config
+from vllm_delta_plugin.flag import WORKER_EXTENSION
+
+ADDITIONAL = '{"delta_sync": {"uri": "runs/b"}}'
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    for name in ("VLLM_PLUGINS", ENVIRONMENT):
+        monkeypatch.delenv(name, raising=False)
+
+
+def parse(*argv: str) -> tuple[Namespace, EngineArgs]:
+    register()
+    register()  # twice, as vLLM does
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = parser.parse_args(["--model", "m", *argv])
+    return args, AsyncEngineArgs.from_cli_args(args)
+
+
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    import os
+
+    return dict(os.environ)
+
+
+def test_the_flag_alone_sets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, engine = parse("--delta-sync", "runs/a")
+    assert engine.worker_extension_cls == WORKER_EXTENSION
+    assert engine.logprobs_mode == "processed_logprobs"
+    assert not engine.additional_config  # the run's URI must not enter vLLM's compile-cache key
+    config = find_config(engine.additional_config, environment(monkeypatch))
+    assert config == ReplicaConfig(uri="runs/a")
+    assert "delta_sync" in environment(monkeypatch)["VLLM_PLUGINS"].split(",")
+
+
+def test_without_the_flag_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, engine = parse()
+    assert engine.worker_extension_cls == ""
+    assert engine.logprobs_mode == "raw_logprobs"
+    assert "VLLM_PLUGINS" not in environment(monkeypatch)
+    assert find_config(engine.additional_config, environment(monkeypatch)) is None
+
+
+def test_a_logprobs_mode_set_by_the_user_stays() -> None:
+    _, engine = parse("--delta-sync", "runs/a", "--logprobs-mode", "raw_logprobs")
+    assert engine.logprobs_mode == "raw_logprobs"
+
+
+def test_plugins_that_were_active_stay_active(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse("--delta-sync", "runs/a")
+    by_default = set(environment(monkeypatch)["VLLM_PLUGINS"].split(","))
+    assert {
+        "lora_filesystem_resolver",
+        "lora_hf_hub_resolver",
+    } <= by_default  # vLLM's own, loaded when nothing is named
+
+    monkeypatch.setenv("VLLM_PLUGINS", "other,delta_sync")
+    parse("--delta-sync", "runs/a")
+    assert environment(monkeypatch)["VLLM_PLUGINS"] == "other,delta_sync"
+
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    parse("--delta-sync", "runs/a")
+    assert environment(monkeypatch)["VLLM_PLUGINS"] == "other,delta_sync"
+
+
+def test_the_unpatched_spelling_gets_routes_and_logprobs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, engine = parse("--worker-extension-cls", WORKER_EXTENSION, "--additional-config", ADDITIONAL)
+    assert find_config(engine.additional_config, environment(monkeypatch)) == ReplicaConfig(uri="runs/b")
+    assert engine.logprobs_mode == "processed_logprobs"
+    assert "delta_sync" in environment(monkeypatch)["VLLM_PLUGINS"].split(",")
+    assert ENVIRONMENT not in environment(monkeypatch)
+
+
+def test_applying_parsed_arguments_again_changes_nothing() -> None:
+    args, first = parse("--delta-sync", "runs/a")
+    assert AsyncEngineArgs.from_cli_args(args) == first
+
+
+def test_more_settings_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse("--delta-sync", "runs/a", "--delta-sync-config", '{"replica": "r1", "read_back": true, "poll": 1}')
+    config = find_config(None, environment(monkeypatch))
+    assert config == ReplicaConfig(uri="runs/a", replica="r1", read_back=True, poll=1)
+
+
+@pytest.mark.parametrize(
+    ("more", "names"),
+    [
+        ('{"replicas": "r1"}', "replicas"),
+        ('{"read_back": "yes"}', "read_back"),
+        ('{"poll": 0}', "poll"),
+        ('{"poll": true}', "poll"),
+        ('{"uri": "runs/other"}', "uri"),
+        ("[1]", "--delta-sync-config"),
+        ("{", "--delta-sync-config"),
+    ],
+)
+def test_a_wrong_setting_is_named(more: str, names: str) -> None:
+    with pytest.raises(FormatError, match=names):
+        parse("--delta-sync", "runs/a", "--delta-sync-config", more)
+
+
+def test_another_worker_extension_is_refused() -> None:
+    with pytest.raises(FormatError, match=r"my\.Extension"):
+        parse("--delta-sync", "runs/a", "--worker-extension-cls", "my.Extension")
+
+
+def test_the_config_never_shows_secrets() -> None:
+    config = ReplicaConfig(uri="https://user:secret@host/run?token=secret#secret")
+    assert "secret" not in repr(config)
+    assert "host/run" in repr(config)
+    assert json.loads(config.to_json())["uri"] == config.uri

@@ -1,0 +1,1 @@
+"""Shared by tests of several areas: tiny models, a server process, a stand-in trainer, streaming clients."""

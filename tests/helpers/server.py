@@ -1,0 +1,167 @@
+"""A real server process on a free port, with its log kept and a guaranteed end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+QUIET_CPU = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+SMALL = ("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "8")
+
+
+def free_port() -> int:
+    """A port nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class ServerDied(RuntimeError):
+    """The server ended or never became healthy; the message holds the end of its log."""
+
+
+class VllmServer:
+    """``vllm serve MODEL ARGS`` as a context manager: healthy on entry, its whole process group gone on exit."""
+
+    def __init__(
+        self, model: Path | str, log: Path, args: Sequence[str] = (), env: Mapping[str, str] | None = None
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        self.headers: dict[str, str] = {}
+        self._command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *SMALL]
+        self._command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny", *args]
+        self._env = {**os.environ, **QUIET_CPU, **(env or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> VllmServer:
+        self.start()
+        try:
+            self.wait_healthy()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the process in its own session, output appended to the log."""
+        with self.log.open("ab") as out:
+            self._process = subprocess.Popen(
+                self._command, env=self._env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait_healthy(self, timeout: float = 300.0) -> None:
+        """Until /health answers 200; ServerDied if the process ends or time is over."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if not self.alive:
+                raise ServerDied(f"ended with {self._process and self._process.returncode}\n{self.tail()}")
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.25)
+        raise ServerDied(f"not healthy after {timeout:g} s\n{self.tail()}")
+
+    @property
+    def alive(self) -> bool:
+        """True while the server's first process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """The first process's id, which is also its group's."""
+        if self._process is None:
+            raise ServerDied("not started")
+        return self._process.pid
+
+    def stop(self, timeout: float = 20.0) -> None:
+        """SIGTERM, then SIGKILL to whatever of the group is left."""
+        if self._process is None:
+            return
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group, now."""
+        if self._process is not None:
+            self._signal(signal.SIGKILL)
+            self._process.wait(30)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def tail(self, lines: int = 40) -> str:
+        """The end of the log."""
+        return "\n".join(self.text().splitlines()[-lines:])
+
+    def text(self) -> str:
+        """The whole log so far."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def get(self, path: str, timeout: float = 60.0) -> Any:
+        """GET as JSON; urllib's HTTPError for other codes than 2xx."""
+        return json.loads(self.get_bytes(path, timeout)[0])
+
+    def get_bytes(self, path: str, timeout: float = 60.0) -> tuple[bytes, Mapping[str, str]]:
+        """GET as bytes and headers."""
+        request = urllib.request.Request(f"{self.url}{path}", headers=self.headers)
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return response.read(), dict(response.headers)
+
+    def post(self, path: str, body: Mapping[str, Any], timeout: float = 120.0) -> Any:
+        """POST JSON, answer as JSON."""
+        headers = {"Content-Type": "application/json", **self.headers}
+        request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return json.loads(response.read())
+
+    def complete(self, prompt: Sequence[int], max_tokens: int = 16, **more: Any) -> dict[str, Any]:
+        """One greedy completion; the answer's first choice with "usage" added."""
+        body = {"model": "tiny", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        answer = self.post("/v1/completions", {**body, **more})
+        return {**answer["choices"][0], "usage": answer["usage"]}
+
+    def status(self) -> dict[str, Any]:
+        """GET /delta_sync/status."""
+        return self.get("/delta_sync/status")
+
+    def wait_status(self, what: str, condition: Any, timeout: float = 60.0) -> dict[str, Any]:
+        """Poll the status until ``condition(status)``; AssertionError showing the last one at the deadline."""
+        deadline = time.monotonic() + timeout
+        while True:
+            status = self.status()
+            if condition(status):
+                return status
+            if time.monotonic() > deadline:
+                raise AssertionError(f"waited {timeout:g} s for {what}; status: {status}\n{self.tail(20)}")
+            time.sleep(0.05)
+
+    def wait_version(self, version: int, timeout: float = 60.0) -> dict[str, Any]:
+        """Until this version or a later one is served."""
+        return self.wait_status(f"version {version}", lambda s: (s["version"] or -1) >= version, timeout)

@@ -1,0 +1,155 @@
+"""Seam: EngineCore, where the coordinator lives and where functions run between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from delta_sync.errors import MappingError
+from vllm_delta_plugin.cache_salt import ATTRIBUTE
+from vllm_delta_plugin.compat.seam import require, wrap
+from vllm_delta_plugin.config import find_config
+from vllm_delta_plugin.flag import WORKER_EXTENSION
+
+_TICK = "delta_sync_tick"  # a request type that only this plugin puts into the input queue
+_ORDERED_EXECUTORS = ("UniProcExecutor", "MultiprocExecutor")
+
+
+def install() -> None:
+    """Wrap EngineCore's methods once; SeamError if one is gone."""
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    require(EngineCore, "collective_rpc", "_initialize_kv_caches")
+    require(EngineCoreProc, "_process_input_queue")
+    # EngineCore.__init__ itself loads the plugins, so it cannot be wrapped: this runs inside it, after the model is up.
+    wrap(EngineCore, "_initialize_kv_caches", _attach)
+    wrap(EngineCore, "preprocess_add_request", _salt)
+    wrap(EngineCore, "step", _pump_before)
+    wrap(EngineCore, "step_with_batch_queue", _pump_before)
+    wrap(EngineCore, "shutdown", _stop_before)
+    wrap(EngineCoreProc, "_handle_client_request", _on_tick)
+    for method in (delta_sync_status, delta_sync_tensors, delta_sync_read_tensor, delta_sync_wait, delta_sync_pump):
+        setattr(EngineCore, method.__name__, method)
+
+
+def delta_sync_status(self: Any) -> dict[str, Any] | None:
+    """Utility: the status, or None if this engine follows no run."""
+    return self.delta_sync.status() if _of(self) else None
+
+
+def delta_sync_tensors(self: Any, scan: bool = False) -> Any:
+    """Utility: every tensor's digest; a future if a fresh scan is asked for."""
+    return self.delta_sync.tensors(scan) if _of(self) else None
+
+
+def delta_sync_read_tensor(self: Any, name: str) -> dict[str, Any] | None:
+    """Utility: one tensor's live bytes."""
+    return self.delta_sync.read_tensor(name) if _of(self) else None
+
+
+def delta_sync_wait(self: Any, version: int | None, timeout: float) -> Any:
+    """Utility: a future status, done when the version is served or time is over."""
+    return self.delta_sync.wait_for(version, timeout) if _of(self) else None
+
+
+def delta_sync_pump(self: Any) -> None:
+    """In-process engines have no loop: run what the coordinator's thread asked for."""
+    if _of(self):
+        self.delta_sync.main.pump()
+
+
+def _of(core: Any) -> Any:
+    return getattr(core, "delta_sync", None)
+
+
+def _attach(original: Callable[..., Any]) -> Callable[..., Any]:
+    def initialize_kv_caches(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, vllm_config, *args, **kwargs)
+        config = find_config(vllm_config.additional_config)
+        if config is not None and _of(self) is None:
+            _refuse_unsupported(self, vllm_config)
+            self.delta_sync = _build(self, vllm_config, config)
+            self.delta_sync.start()
+        return result
+
+    return initialize_kv_caches
+
+
+def _build(core: Any, vllm_config: Any, config: Any) -> Any:
+    from vllm_delta_plugin.engine_core import DeltaSync, EngineFacts
+
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    data_parallel = getattr(parallel, "data_parallel_size", 1) > 1 or getattr(parallel, "data_parallel_index", 0)
+    name = model.served_model_name
+    facts = EngineFacts(
+        model=name[0] if isinstance(name, list) and name else str(name or model.model),
+        dtype=str(model.dtype).removeprefix("torch."),
+        logprobs_mode=str(model.logprobs_mode),
+        engine_index=getattr(core, "engine_index", 0) if data_parallel else None,
+    )
+    queue = getattr(core, "input_queue", None)  # in-process engines have none and are pumped by step()
+    wake = (lambda: queue.put_nowait((_TICK, None))) if queue is not None else (lambda: None)
+    return DeltaSync(config, facts, core.model_executor.collective_rpc, wake)
+
+
+def _refuse_unsupported(core: Any, vllm_config: Any) -> None:
+    parallel = vllm_config.parallel_config
+    executor = type(core.model_executor)
+    if not any(base.__name__ in _ORDERED_EXECUTORS for base in executor.__mro__):
+        raise MappingError(
+            "distributed executor backend",
+            expected=f"one whose workers take calls in order: {', '.join(_ORDERED_EXECUTORS)}",
+            got=executor.__name__,
+            remedy="use --distributed-executor-backend mp",
+        )
+    if getattr(parallel, "data_parallel_size", 1) > 1 and vllm_config.model_config.is_moe:
+        raise MappingError(
+            "mixture-of-experts model with data parallelism",
+            expected="one engine, whose ranks all commit between the same two steps",
+            got=f"{parallel.data_parallel_size} engines that share expert ranks",
+            remedy="serve it with tensor parallelism",
+        )
+    if not parallel.worker_extension_cls:
+        raise MappingError(
+            "worker extension class", expected=WORKER_EXTENSION, got="none", remedy="pass --worker-extension-cls too"
+        )
+
+
+def _salt(original: Callable[..., Any]) -> Callable[..., Any]:
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        sync = _of(self)
+        if sync is None:
+            return original(self, request)
+        salted = sync.salted(request.cache_salt)
+        request.cache_salt = salted.cache_salt
+        result = original(self, request)
+        setattr(result[0], ATTRIBUTE, salted)
+        return result
+
+    return preprocess_add_request
+
+
+def _pump_before(original: Callable[..., Any]) -> Callable[..., Any]:
+    def step(self: Any) -> Any:
+        delta_sync_pump(self)
+        return original(self)
+
+    return step
+
+
+def _stop_before(original: Callable[..., Any]) -> Callable[..., Any]:
+    def shutdown(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _of(self):
+            self.delta_sync.stop()
+        return original(self, *args, **kwargs)
+
+    return shutdown
+
+
+def _on_tick(original: Callable[..., Any]) -> Callable[..., Any]:
+    def handle_client_request(self: Any, request_type: Any, request: Any) -> Any:
+        if request_type == _TICK:
+            return delta_sync_pump(self)
+        return original(self, request_type, request)
+
+    return handle_client_request

@@ -1,0 +1,103 @@
+"""What a replica needs to know: where the run is, and how to behave."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from delta_sync.errors import FormatError
+from vllm_delta_plugin.redact import redact_uri
+
+ENVIRONMENT = "DELTA_SYNC_CONFIG"
+ADDITIONAL_CONFIG = "delta_sync"
+
+
+@dataclass(frozen=True)
+class ReplicaConfig:
+    """Settings of one replica; times in seconds.
+
+    uri: the run's store. replica: name in acknowledgements (default: host and a random suffix).
+    acknowledge: write what is served to the bucket. read_back: let clients read raw weights over HTTP.
+    poll: shortest time between two looks at the store. retry: longest time between two tries after a refusal.
+    stage_timeout: longest time one version may take to stage.
+    audit_commits, audit_period: a full scan of live memory finishes once per so many commits, or after so long.
+    fault: faults to inject, for tests only; passed to the workers as it is.
+    """
+
+    uri: str
+    replica: str | None = None
+    acknowledge: bool = True
+    read_back: bool = False
+    poll: float = 0.2
+    retry: float = 5.0
+    stage_timeout: float = 1800.0
+    audit_commits: int = 32
+    audit_period: float = 600.0
+    fault: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        values = {**dataclasses.asdict(self), "uri": redact_uri(self.uri)}
+        return f"ReplicaConfig({', '.join(f'{k}={v!r}' for k, v in values.items())})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, as sent to the workers."""
+        return {**dataclasses.asdict(self), "fault": dict(self.fault)}
+
+    def to_json(self) -> str:
+        """The same as one line of JSON, as put into the environment."""
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+    @classmethod
+    def from_mapping(cls, values: object) -> ReplicaConfig:
+        """Check names and types; FormatError names the setting, what was expected and what was got."""
+        if not isinstance(values, Mapping):
+            raise FormatError("delta_sync config", expected="a JSON object", got=type(values).__name__)
+        known = {f.name: f for f in dataclasses.fields(cls)}
+        for name, value in values.items():
+            if name not in known:
+                raise FormatError(f"delta_sync config {name!r}", expected=f"one of {sorted(known)}", got="unknown name")
+            _check(name, str(known[name].type), value)
+        if not values.get("uri"):
+            raise FormatError("delta_sync config 'uri'", expected="the run's store", got="nothing")
+        return cls(**values)
+
+    @classmethod
+    def from_json(cls, text: str) -> ReplicaConfig:
+        """Parse one JSON object; FormatError."""
+        return cls.from_mapping(parse_json(text, "delta_sync config"))
+
+
+def parse_json(text: str, what: str) -> Any:
+    """JSON or FormatError naming ``what``; the text is not echoed, it may hold secrets."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise FormatError(what, expected="JSON", got=str(error)) from None
+
+
+def find_config(additional_config: object, environ: Mapping[str, str] = os.environ) -> ReplicaConfig | None:
+    """The config in ``additional_config["delta_sync"]``, else the one --delta-sync left in the environment."""
+    if isinstance(additional_config, Mapping) and additional_config.get(ADDITIONAL_CONFIG) is not None:
+        return ReplicaConfig.from_mapping(additional_config[ADDITIONAL_CONFIG])
+    text = environ.get(ENVIRONMENT)
+    return ReplicaConfig.from_json(text) if text else None
+
+
+def _check(name: str, annotation: str, value: object) -> None:
+    expected: Any = {
+        "str": str,
+        "str | None": (str, type(None)),
+        "bool": bool,
+        "int": int,
+        "float": (int, float),
+        "Mapping[str, Any]": Mapping,
+    }[annotation]
+    is_bool = isinstance(value, bool)
+    if not isinstance(value, expected) or (is_bool and annotation != "bool"):
+        raise FormatError(f"delta_sync config {name!r}", expected=annotation, got=repr(value))
+    if annotation in ("int", "float") and not (isinstance(value, int | float) and value > 0):
+        raise FormatError(f"delta_sync config {name!r}", expected="a positive number", got=repr(value))

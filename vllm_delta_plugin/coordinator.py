@@ -1,0 +1,276 @@
+"""The replica's own thread: watch the store, stage, prove, commit, acknowledge; refuse, heal, audit."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future
+from typing import Any, cast
+
+from delta_sync.ack import Ack, State
+from delta_sync.errors import ChainError, DeltaSyncError, IntegrityError, MappingError, StoreError
+from delta_sync.ledger import Ledger
+from delta_sync.manifest import Manifest
+from delta_sync.plan import Plan, Position
+from vllm_delta_plugin.config import ReplicaConfig
+from vllm_delta_plugin.engine_commit import RolledBack
+from vllm_delta_plugin.engine_stage import Staged
+from vllm_delta_plugin.holding import Hold
+from vllm_delta_plugin.live import Live
+from vllm_delta_plugin.log import logger
+from vllm_delta_plugin.main_thread import EngineBroken, Stopped
+from vllm_delta_plugin.proof import Sums
+from vllm_delta_plugin.ranks import RankError
+from vllm_delta_plugin.status import Refusal, Status, as_mapping
+from vllm_delta_plugin.waiters import Waiters
+
+_TRANSIENT = ("StoreError", "SyncTimeoutError")  # kinds of a rank's error that say nothing about the version
+_TURN = 1.0  # seconds one look at the store may take before other duties get their turn
+_BUSY_TURN = 0.05  # the same while a scan runs or a client waits
+
+
+class Coordinator:
+    """One per engine; ``start`` runs it in a daemon thread until ``stop`` is called."""
+
+    def __init__(self, config: ReplicaConfig, ledger: Ledger, live: Live, status: Status, stop: threading.Event):
+        self._config, self._ledger, self._live, self.status = config, ledger, live, status
+        self._stop = stop
+        self._hold = Hold(config.retry)
+        self._waiters = Waiters()
+        self._scans: list[Future[dict[str, Any]]] = []
+        self._newest: Manifest | None = None
+        self._tried_anchor = False
+        self._thread = threading.Thread(target=self.run, name="delta-sync", daemon=True)
+
+    def start(self) -> None:
+        """Begin to follow the run."""
+        self._thread.start()
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """End the thread; a read from the store that takes longer than ``timeout`` seconds is left behind."""
+        self._stop.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    def wait_for(self, version: int | None, timeout: float) -> Future[dict[str, Any]]:
+        """A future status, done when ``version`` (default: the newest now) is served or time is over."""
+        return self._waiters.add(version, timeout)
+
+    def scan(self) -> Future[dict[str, Any]]:
+        """A future ``tensors`` answer made by a full scan of live memory that starts now."""
+        future: Future[dict[str, Any]] = Future()
+        self._scans.append(future)
+        return future
+
+    def tensors(self) -> dict[str, Any]:
+        """The proven digests of what is served, as /delta_sync/tensors shows them."""
+        served = self.status.served
+        return {
+            "version": served.version,
+            "state_digest": served.state_digest,
+            "tensors": as_mapping(self._live.states()),
+        }
+
+    def run(self) -> None:
+        """Turn after turn until stopped; an error ends a turn, never the thread."""
+        while not self._stop.is_set():
+            try:
+                self.turn()
+            except (Stopped, EngineBroken):
+                return
+            except Exception as error:  # noqa: BLE001  # a bug must show in status, not end the replica
+                if not isinstance(error, DeltaSyncError) and self._is_news(error):
+                    logger.exception("delta sync: unexpected error, trying again")
+                self.status.note_error(error)
+                self._hold.start()
+
+    def turn(self) -> None:
+        """One look at everything there is to do; returns within about a second unless a version is taken."""
+        self._serve_waiters()
+        self._audit()
+        newest = self._look()
+        if newest is None:
+            return
+        if self._live.must_audit:
+            self._stop.wait(_BUSY_TURN)
+            return
+        plan = self._plan()
+        if plan is not None:
+            self._take(plan)
+
+    # -- watching ------------------------------------------------------------------------------
+
+    def _look(self) -> Manifest | None:
+        """The newest version if there is something to do about it."""
+        busy = self._live.auditing or self._scans or self._waiters
+        seconds = _BUSY_TURN if busy else _TURN
+        if self._hold.active:
+            self._stop.wait(min(seconds, self._config.poll))
+            newest = self._ledger.head()
+            if newest is None or not self._hold.over(self._signal(newest)):
+                return None
+        else:
+            newest = self._ledger.wait_newer(self._live.position, time.monotonic() + seconds, self._stop)
+        if newest is not None:
+            self._newest = newest
+            self.status.saw(newest.version)
+        return newest
+
+    def _signal(self, newest: Manifest) -> Hashable:
+        """What a publisher's remedy would change: a newer version or another anchor."""
+        return newest.sha256, tuple((a.version, a.epoch) for a in self._ledger.anchors())
+
+    def _plan(self) -> Plan | None:
+        position = self._live.position
+        anchor = self._should_take_anchor(position)
+        try:
+            plan = self._ledger.plan(position, self._live.state_digest, prefer_anchor=anchor)
+        except ChainError as error:
+            if not anchor:
+                self._refuse_newest(error)
+                return None
+            plan = self._ledger.plan(position, self._live.state_digest)
+        self._tried_anchor = plan is not None and plan.start == "anchor"
+        if plan is None:
+            self._hold.clear()
+        return plan
+
+    def _should_take_anchor(self, position: Position | None) -> bool:
+        """After a refusal, an anchor past the live version is tried in turn with the chain."""
+        if self.status.refusal is None or self._tried_anchor:
+            return False
+        reached = -1 if position is None else position.version
+        return any(anchor.version > reached for anchor in self._ledger.anchors())
+
+    # -- taking a version ----------------------------------------------------------------------
+
+    def _take(self, plan: Plan) -> None:
+        try:
+            staged = self._live.stage(plan)
+        except RankError as error:
+            if error.kind in _TRANSIENT:
+                raise
+            self._refuse(plan, error)
+        except (IntegrityError, MappingError) as error:
+            self._refuse(plan, error)
+        else:
+            self._commit(staged)
+
+    def _commit(self, staged: Staged) -> None:
+        self.status.update(staged=staged.plan.target.version)
+        try:
+            committed = self._live.commit(staged)
+        except RolledBack as error:
+            self.status.counters.rollbacks += 1
+            self.status.served.commit_generation = self._live.generation
+            self.status.note_error(error, kind=f"RolledBack/{error.kind}")
+            self._live.drop()
+            self._live.request_audit()
+            self._hold.start()
+            return
+        finally:
+            self.status.update(staged=None)
+        if committed.unsettled is not None:
+            self.status.note_error(committed.unsettled)
+        self._record(staged, committed.milliseconds)
+
+    def _record(self, staged: Staged, milliseconds: float) -> None:
+        target, counters, served = staged.plan.target, self.status.counters, self.status.served
+        counters.commits += 1
+        counters.anchors_taken += staged.plan.start == "anchor"
+        counters.changed_elements_last = staged.changed
+        counters.commit_ms_last, counters.stage_seconds_last = milliseconds, staged.seconds
+        served.version, served.epoch, served.manifest = target.version, target.epoch, target.sha256
+        served.state_digest, served.commit_generation = target.state_digest, self._live.generation
+        self._hold.clear()
+        self._tried_anchor = False
+        self.status.update(refusal=None, poisoned=False)
+        logger.info(
+            "delta sync: serving version %d (%s, %d elements changed, staged in %.2f s, committed in %.2f ms)",
+            target.version, staged.plan.start, staged.changed, staged.seconds, milliseconds,
+        )  # fmt: skip
+        self._acknowledge()
+        self._serve_waiters()
+
+    # -- refusing ------------------------------------------------------------------------------
+
+    def _refuse(self, plan: Plan, error: DeltaSyncError) -> None:
+        kind = error.kind if isinstance(error, RankError) else type(error).__name__
+        key = error.object_key if isinstance(error, RankError) else None
+        guilty = next((m for m in plan.deltas if any(o.key == key for o in m.objects)), plan.target)
+        self._note_refusal(Refusal(guilty.version, guilty.sha256, key, kind, str(error)), plan.target)
+
+    def _refuse_newest(self, error: ChainError) -> None:
+        if self._newest is None:
+            raise error
+        newest = self._newest
+        self._note_refusal(Refusal(newest.version, newest.sha256, None, "ChainError", str(error)), newest)
+
+    def _note_refusal(self, refusal: Refusal, newest: Manifest) -> None:
+        new = self.status.refuse(refusal)
+        self._hold.start(self._signal(newest))
+        if new:
+            self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        if not self._config.acknowledge:
+            return
+        served, refusal = self.status.served, self.status.refusal
+        ack = Ack(
+            replica=self.status.facts.replica,
+            version=served.version,
+            manifest=served.manifest,
+            epoch=served.epoch,
+            state=cast(State, self.status.state),  # never "waiting": there was a commit, a refusal or a poisoning
+            refused_version=refusal.version if refusal else None,
+            refused_object=refusal.object if refusal else None,
+            error_kind=refusal.kind if refusal else None,
+            error=refusal.error if refusal else None,
+            time=time.time(),
+        )
+        try:
+            self._ledger.acknowledge(ack)
+        except StoreError as error:
+            self.status.note_error(error)
+
+    # -- auditing ------------------------------------------------------------------------------
+
+    def _audit(self) -> None:
+        if self._scans:
+            self._live.request_audit()
+        audit = self._live.audit_step()
+        self.status.audit.state = "running" if self._live.auditing else "idle"
+        if audit is None:
+            return
+        self.status.audit.completed += 1
+        if audit.error is None:
+            self.status.audit.last_ok_version = self.status.served.version
+        else:
+            self._poison(audit.error, audit.found)
+        answer, scans, self._scans = self.tensors(), self._scans, []
+        for future in scans:
+            future.set_result(answer)
+
+    def _poison(self, error: IntegrityError, found: Sequence[Sums]) -> None:
+        """Live memory is not what was proven: from here on only what the scan found counts."""
+        self._live.forget(found)
+        served = self.status.served
+        served.version = served.epoch = served.manifest = None
+        served.state_digest = self._live.state_digest or ""
+        self.status.note_error(error)
+        self.status.update(poisoned=True)
+        self._hold.clear()
+        self._acknowledge()
+
+    # -- small duties --------------------------------------------------------------------------
+
+    def _serve_waiters(self) -> None:
+        if self._waiters.needs_newest():
+            newest = self._ledger.head()
+            self._waiters.set_newest(newest.version if newest else 0)
+        if self._waiters:
+            self._waiters.resolve(self.status.served.version, self.status.to_dict)
+
+    def _is_news(self, error: Exception) -> bool:
+        return self.status.last_error is None or self.status.last_error["error"] != str(error)

@@ -1,0 +1,60 @@
+"""The commit: all ranks or none, inside one call on the engine's thread, so between two scheduler iterations.
+
+No request can be stepped between a rank's swap and the check of all ranks' replies: the engine's thread
+schedules nothing until this call returns, batches already handed to the workers run before the swap
+(each worker takes its calls in order), and an undo happens inside the same call. So there is nothing
+to abort and retry after a rollback: no token was ever computed with weights of a half-committed version.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from vllm_delta_plugin.cache_salt import CacheSalt
+from vllm_delta_plugin.main_thread import EngineBroken
+from vllm_delta_plugin.ranks import RankError, Ranks, first_failure
+
+
+class RolledBack(RankError):
+    """A rank failed to commit; every rank is back on the old version."""
+
+    action = "retry"
+
+    @classmethod
+    def of(cls, error: RankError) -> RolledBack:
+        """The same error, told as a rollback."""
+        return cls(error.rank, error.kind, error.message, error.object_key)
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Milliseconds the engine's thread was busy; ``unsettled`` if a rank could not free its undo buffer."""
+
+    milliseconds: float
+    unsettled: RankError | None
+
+
+def commit_all(ranks: Ranks, salt: CacheSalt, version: int) -> Committed:
+    """Swap the staged bits in on every rank; must run on the engine's thread.
+
+    RolledBack if a rank failed and all were undone; EngineBroken if one could not be undone.
+    """
+    started = time.perf_counter()
+    replies = ranks.ask("commit", version)
+    failed = first_failure(replies)
+    salt.advance()  # also after a rollback: a generation is never reused
+    if failed is not None:
+        _undo(ranks, version, failed)
+        raise RolledBack.of(failed)
+    unsettled = first_failure(ranks.ask("settle", version))
+    return Committed((time.perf_counter() - started) * 1e3, unsettled)
+
+
+def _undo(ranks: Ranks, version: int, cause: RankError) -> None:
+    error = first_failure(ranks.ask("undo", version))
+    if error is not None:
+        raise EngineBroken(
+            f"delta sync: version {version} failed to commit ({cause}) and could not be undone ({error}); "
+            "ranks may hold different weights, so this engine ends. Restart it: it catches up by itself."
+        )

@@ -1,0 +1,114 @@
+"""Putting a coordinator into one EngineCore, and what clients may ask it for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from delta_sync.errors import MappingError, NotFoundError
+from delta_sync.ledger import Ledger
+from delta_sync.store.open import open_store
+from vllm_delta_plugin.cache_salt import CacheSalt, Salted
+from vllm_delta_plugin.config import ReplicaConfig
+from vllm_delta_plugin.coordinator import Coordinator
+from vllm_delta_plugin.live import Live
+from vllm_delta_plugin.log import logger
+from vllm_delta_plugin.main_thread import MainThread
+from vllm_delta_plugin.ranks import Ranks
+from vllm_delta_plugin.read_back import assemble
+from vllm_delta_plugin.replica_id import replica_id
+from vllm_delta_plugin.status import Facts, Status
+
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What the seam reads from vLLM's config; ``engine_index`` only for an engine of a data-parallel group."""
+
+    model: str
+    dtype: str
+    logprobs_mode: str
+    engine_index: int | None
+
+
+class DeltaSync:
+    """Everything the plugin keeps in one EngineCore. Made, pumped and asked on the engine's own thread."""
+
+    def __init__(
+        self,
+        config: ReplicaConfig,
+        engine: EngineFacts,
+        collective_rpc: Callable[..., Sequence[Any]],
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._config = config
+        self._stop = threading.Event()
+        self.main = MainThread(self._stop, wake)
+        self.salt = CacheSalt()
+        self._ranks = Ranks(collective_rpc)
+        ledger = Ledger(open_store(config.uri))
+        live = Live(config, self._ranks, self.main, self.salt)
+        self._status = Status(_facts(config, engine, live))
+        if live.state_digest is None:
+            raise MappingError("replicated weights", expected="equal on all ranks after loading", got="different bits")
+        self._status.served.state_digest = live.state_digest
+        self._coordinator = Coordinator(config, ledger, live, self._status, self._stop)
+
+    def start(self) -> None:
+        """Begin to follow the run in the background."""
+        facts = self._status.facts
+        logger.info("delta sync: replica %s follows %s", facts.replica, self._status.to_dict()["uri"])
+        self._coordinator.start()
+
+    def stop(self) -> None:
+        """End the background thread."""
+        self._coordinator.stop()
+
+    def salted(self, user_salt: str | None) -> Salted:
+        """The prefix-cache salt for a new request."""
+        return Salted(self.salt, user_salt)
+
+    def status(self) -> dict[str, Any]:
+        """The JSON of /delta_sync/status."""
+        return self._status.to_dict()
+
+    def tensors(self, scan: bool) -> dict[str, Any] | Future[dict[str, Any]]:
+        """The JSON of /delta_sync/tensors: proven digests, or those of a scan that starts now."""
+        return self._coordinator.scan() if scan else self._coordinator.tensors()
+
+    def wait_for(self, version: int | None, timeout: float) -> Future[dict[str, Any]]:
+        """Status once ``version`` (default: the newest now) is served, or after ``timeout`` seconds."""
+        return self._coordinator.wait_for(version, timeout)
+
+    def read_tensor(self, name: str) -> dict[str, Any]:
+        """One tensor's live bytes, assembled from all ranks: {dtype, shape, version, data}, or {error}."""
+        if not self._config.read_back:
+            return {"error": "read-back is off: start with --delta-sync-config '{\"read_back\": true}'"}
+        described = self._coordinator.tensors()["tensors"].get(name)
+        if described is None:
+            return {"error": f"no tensor {name!r} is served"}
+        try:
+            data = assemble(name, described, self._ranks.tell("read_tensor", name))
+        except (MappingError, NotFoundError) as error:
+            return {"error": str(error)}
+        return {"dtype": described["dtype"], "shape": described["shape"], "version": self.version, "data": data}
+
+    @property
+    def version(self) -> int | None:
+        """The version served now."""
+        return self._status.served.version
+
+
+def _facts(config: ReplicaConfig, engine: EngineFacts, live: Live) -> Facts:
+    return Facts(
+        replica=replica_id(config.replica, engine.engine_index),
+        uri=config.uri,
+        model=engine.model,
+        serving_dtype=DTYPES.get(engine.dtype, engine.dtype),
+        logprobs_mode=engine.logprobs_mode,
+        model_fingerprint=live.fingerprint,
+    )

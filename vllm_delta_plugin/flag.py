@@ -1,0 +1,87 @@
+"""What ``--delta-sync URI`` means: the worker extension, the config, the plugin list and the logprobs default."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from importlib import metadata
+from typing import Any
+
+from delta_sync.errors import FormatError
+from vllm_delta_plugin.config import ADDITIONAL_CONFIG, ENVIRONMENT, ReplicaConfig, parse_json
+
+WORKER_EXTENSION = "vllm_delta_plugin.worker_extension.DeltaSyncWorkerExtension"
+PLUGIN = "delta_sync"
+_ENDPOINTS = "vllm.endpoint_plugins"
+
+
+def add_arguments(parser: Any) -> None:
+    """Add the two flags; the logprobs default becomes None so that "not set by the user" can be told."""
+    group = parser.add_argument_group("delta-sync", "Sparse, bit-exact weight sync from a trainer's bucket.")
+    group.add_argument(
+        "--delta-sync",
+        metavar="URI",
+        default=None,
+        help="Follow the training run in this store: a folder, file://, or another store URI. "
+        "Makes processed_logprobs the default of --logprobs-mode.",
+    )
+    group.add_argument(
+        "--delta-sync-config",
+        metavar="JSON",
+        default=None,
+        help='More settings as a JSON object, for example \'{"replica": "a", "read_back": true}\'.',
+    )
+    parser.set_defaults(logprobs_mode=None)
+
+
+def apply_flag(args: Namespace, default_logprobs_mode: str) -> None:
+    """Turn the parsed flags into engine arguments and environment; calling it again changes nothing."""
+    config = _config_from(args)
+    if config is not None:
+        _set_worker_extension(args)
+        os.environ[ENVIRONMENT] = config.to_json()
+    additional = getattr(args, "additional_config", None)
+    follows = config is not None or (isinstance(additional, dict) and ADDITIONAL_CONFIG in additional)
+    if follows:
+        extend_plugins()
+    if hasattr(args, "logprobs_mode") and args.logprobs_mode is None:
+        args.logprobs_mode = "processed_logprobs" if follows else default_logprobs_mode
+
+
+def extend_plugins() -> None:
+    """Name our plugin in VLLM_PLUGINS (its routes load only if named), keeping every plugin that was active before."""
+    active = os.environ.get("VLLM_PLUGINS")
+    names = active.split(",") if active is not None else _active_by_default()
+    if PLUGIN not in names:
+        names = [*names, PLUGIN]
+    os.environ["VLLM_PLUGINS"] = ",".join(names)
+
+
+def _active_by_default() -> list[str]:
+    # Without VLLM_PLUGINS vLLM loads every group except the endpoint plugins.
+    groups = [g for g in metadata.entry_points().groups if g.startswith("vllm.") and g != _ENDPOINTS]
+    return sorted({point.name for group in groups for point in metadata.entry_points(group=group)})
+
+
+def _config_from(args: Namespace) -> ReplicaConfig | None:
+    uri, more = getattr(args, "delta_sync", None), getattr(args, "delta_sync_config", None)
+    if uri is None and more is None:
+        return None
+    values = parse_json(more, "--delta-sync-config") if more else {}
+    if not isinstance(values, dict):
+        raise FormatError("--delta-sync-config", expected="a JSON object", got=type(values).__name__)
+    if uri is not None and values.get("uri", uri) != uri:
+        raise FormatError("--delta-sync-config 'uri'", expected="the same URI as --delta-sync", got="another")
+    return ReplicaConfig.from_mapping({**values, "uri": uri or values.get("uri")})
+
+
+def _set_worker_extension(args: Namespace) -> None:
+    current = getattr(args, "worker_extension_cls", "") or WORKER_EXTENSION
+    if current != WORKER_EXTENSION:
+        raise FormatError(
+            "--worker-extension-cls with --delta-sync",
+            expected="none, vLLM takes only one",
+            got=current,
+            remedy=f"derive that class from {WORKER_EXTENSION} and use --additional-config instead of --delta-sync",
+        )
+    args.worker_extension_cls = WORKER_EXTENSION

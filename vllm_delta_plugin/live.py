@@ -1,0 +1,116 @@
+"""The live weights of all ranks seen as one: what they are proven to be, and the ways to change and check them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from delta_sync.digest import model_fingerprint
+from delta_sync.errors import IntegrityError, MappingError
+from delta_sync.manifest import TensorState
+from delta_sync.plan import Plan, Position
+from vllm_delta_plugin.cache_salt import CacheSalt
+from vllm_delta_plugin.config import ReplicaConfig
+from vllm_delta_plugin.engine_audit import Auditor, compare
+from vllm_delta_plugin.engine_commit import Committed, commit_all
+from vllm_delta_plugin.engine_stage import Staged, Stager
+from vllm_delta_plugin.main_thread import MainThread
+from vllm_delta_plugin.proof import Layout, Proven, Sums
+from vllm_delta_plugin.ranks import Ranks, Reply
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What a scan found: each rank's region sums, and the first that is not what was proven."""
+
+    found: Sequence[Sums]
+    error: IntegrityError | None
+
+
+class Live:
+    """Made on the engine's thread, where it attaches the workers; later used by the coordinator's thread.
+
+    Raises RankError or MappingError if the model cannot be followed exactly.
+    """
+
+    def __init__(self, config: ReplicaConfig, ranks: Ranks, main: MainThread, salt: CacheSalt) -> None:
+        self._ranks, self._main, self._salt = ranks, main, salt
+        replies = ranks.tell("attach", config.to_dict())
+        sums = [reply["regions"] for reply in replies]
+        self._layout = Layout(_tensors(replies), sums)
+        self._stager = Stager(main, ranks, config.stage_timeout)
+        self._auditor = Auditor(main, ranks, config.audit_commits, config.audit_period)
+        self.position: Position | None = None
+        self.fingerprint = model_fingerprint(self._layout.states(dict.fromkeys(self._layout.tensors, 0)))
+        self._proven: Proven | None = None
+        self.forget(sums)
+
+    @property
+    def generation(self) -> int:
+        """Commits and rollbacks so far."""
+        return self._salt.generation
+
+    @property
+    def auditing(self) -> bool:
+        """True while a scan runs."""
+        return self._auditor.running
+
+    @property
+    def must_audit(self) -> bool:
+        """True while no commit may happen before a scan is done."""
+        return self._auditor.must_finish
+
+    @property
+    def state_digest(self) -> str | None:
+        """Digest of the whole live state; None while the ranks' copies disagree."""
+        return self._proven.state if self._proven else None
+
+    def states(self) -> dict[str, TensorState]:
+        """Every tensor's state; empty while the ranks' copies disagree."""
+        return self._layout.states(self._proven.digests) if self._proven else {}
+
+    def stage(self, plan: Plan) -> Staged:
+        """Stage and prove a plan in the background; see Stager.stage."""
+        return self._stager.stage(plan, self._layout, self._sums)
+
+    def drop(self) -> None:
+        """Forget what is staged."""
+        self._stager.drop()
+
+    def commit(self, staged: Staged) -> Committed:
+        """Make a staged plan live on all ranks or none; see commit_all."""
+        target = staged.plan.target
+        committed = self._main.run(lambda: commit_all(self._ranks, self._salt, target.version))
+        self.position = Position(target.version, target.sha256)
+        self._sums, self._proven = staged.after.sums, staged.after
+        self._auditor.committed()
+        return committed
+
+    def forget(self, found: Sequence[Sums]) -> None:
+        """Trust only what a scan found: no version is known to be live."""
+        self.position, self._sums = None, found
+        try:
+            self._proven = Proven.of(self._layout, found)
+        except IntegrityError:
+            self._proven = None
+
+    def request_audit(self) -> None:
+        """Scan as soon as possible."""
+        self._auditor.request()
+
+    def audit_step(self) -> Audit | None:
+        """Start or poll a scan; when it is done, what it found."""
+        found = self._auditor.step()
+        return None if found is None else Audit(found, compare(found, self._sums))
+
+
+def _tensors(replies: Sequence[Reply]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for reply in replies:
+        described: Mapping[str, Mapping[str, Any]] = reply["tensors"]
+        for name, value in described.items():
+            described_as = (str(value["dtype"]), tuple(int(d) for d in value["shape"]))
+            if tensors.setdefault(name, described_as) != described_as:
+                raise MappingError(f"tensor {name!r}", expected=f"{tensors[name]} as on rank 0", got=described_as)
+    return tensors

@@ -1,0 +1,40 @@
+"""Putting one tensor's live bytes together from the regions that the ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from delta_sync.dtypes import dtype
+from delta_sync.errors import MappingError
+from vllm_delta_plugin.proof import Region
+from vllm_delta_plugin.ranks import Reply
+
+
+def assemble(name: str, described: Mapping[str, Any], replies: Sequence[Reply]) -> bytes:
+    """Row-major little-endian bytes of the whole tensor; MappingError if copies on two ranks differ.
+
+    Each reply has ``regions``: region key -> that region's elements as row-major bytes.
+    """
+    carrier = dtype(described["dtype"]).carrier
+    whole = np.zeros(int(np.prod(described["shape"], dtype=np.int64)), carrier)
+    seen: dict[str, bytes] = {}
+    for rank, reply in enumerate(replies):
+        for key, data in reply["regions"].items():
+            if seen.setdefault(key, data) != data:
+                raise MappingError(f"copies of region {key!r}", expected="equal bytes", got=f"others on rank {rank}")
+    for key, data in seen.items():
+        region = Region.parse(key)
+        if region.tensor == name:
+            _view(whole, region)[...] = np.frombuffer(data, carrier).reshape(region.shape)
+    return whole.tobytes()
+
+
+def _view(flat: np.ndarray[Any, Any], region: Region) -> np.ndarray[Any, Any]:
+    last = region.offset + sum((n - 1) * s for n, s in zip(region.shape, region.strides, strict=True))
+    if region.offset < 0 or min(region.strides, default=0) < 0 or last >= flat.size:
+        raise MappingError(f"region of tensor {region.tensor!r}", expected="a part of it", got=repr(region))
+    strides = tuple(s * flat.itemsize for s in region.strides)
+    return np.lib.stride_tricks.as_strided(flat[region.offset :], region.shape, strides, writeable=True)

@@ -1,0 +1,167 @@
+"""What a replica says about itself: written by the coordinator, read by the status route."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from typing import Any
+
+from vllm_delta_plugin.log import logger
+from vllm_delta_plugin.redact import redact_text, redact_uri
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What does not change while the engine runs."""
+
+    replica: str
+    uri: str
+    model: str
+    serving_dtype: str
+    logprobs_mode: str
+    model_fingerprint: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The newest known version was refused: which object, what kind of error, and its message."""
+
+    version: int
+    manifest: str
+    object: str | None
+    kind: str
+    error: str
+
+
+@dataclass
+class Counters:
+    """Counts since start, and the last commit's numbers (milliseconds on the engine's thread, seconds of staging)."""
+
+    commits: int = 0
+    rollbacks: int = 0
+    refusals: int = 0
+    anchors_taken: int = 0
+    changed_elements_last: int = 0
+    commit_ms_last: float | None = None
+    stage_seconds_last: float | None = None
+
+
+@dataclass
+class Served:
+    """What the live weights are."""
+
+    version: int | None = None
+    epoch: int | None = None
+    manifest: str | None = None
+    state_digest: str = ""
+    commit_generation: int = 0
+
+
+@dataclass
+class AuditStatus:
+    """The background scan: scans completed, the version of the last one that agreed, and what it is doing."""
+
+    completed: int = 0
+    last_ok_version: int | None = None
+    state: str = "idle"
+
+
+@dataclass
+class Status:
+    """Everything ``GET /delta_sync/status`` shows; methods are safe to call from any thread."""
+
+    facts: Facts
+    served: Served = field(default_factory=Served)
+    counters: Counters = field(default_factory=Counters)
+    audit: AuditStatus = field(default_factory=AuditStatus)
+    newest_version: int | None = None
+    staged: int | None = None
+    refusal: Refusal | None = None
+    poisoned: bool = False
+    last_error: dict[str, Any] | None = None
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    _said: str = "starting"
+
+    @property
+    def state(self) -> str:
+        """waiting | live | refused | poisoned."""
+        if self.poisoned:
+            return "poisoned"
+        if self.refusal is not None:
+            return "refused"
+        return "waiting" if self.served.version is None else "live"
+
+    def update(self, **changes: Any) -> None:
+        """Set fields together; a change of state is logged once."""
+        with self._lock:
+            for name, value in changes.items():
+                setattr(self, name, value)
+            self._log_change()
+
+    def saw(self, version: int) -> None:
+        """This is the newest version the store has."""
+        with self._lock:
+            self.newest_version = version
+
+    def refuse(self, refusal: Refusal) -> bool:
+        """Note a refusal; True if it is not the one already noted."""
+        with self._lock:
+            refusal = Refusal(**{**asdict(refusal), "error": redact_text(refusal.error, self.facts.uri)})
+            new = refusal != self.refusal
+            self.counters.refusals += new
+            self.refusal = refusal
+            if new:
+                logger.warning("delta sync: version %d refused: %s: %s", refusal.version, refusal.kind, refusal.error)
+            self._said = self.state
+            return new
+
+    def note_error(self, error: BaseException, kind: str | None = None) -> None:
+        """Remember an error that is neither fatal nor a refusal; logged when its message changes."""
+        text = redact_text(str(error), self.facts.uri)
+        kind = kind or type(error).__name__
+        with self._lock:
+            if self.last_error is None or self.last_error["error"] != text:
+                logger.warning("delta sync: %s: %s", kind, text)
+            self.last_error = {"kind": kind, "error": text, "time": time.time()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """One consistent JSON-able snapshot."""
+        with self._lock:
+            version, newest = self.served.version, self.newest_version
+            return {
+                "plugin": plugin_version(),
+                **{**asdict(self.facts), "uri": redact_uri(self.facts.uri)},
+                "state": self.state,
+                **asdict(self.served),
+                "newest_version": newest,
+                "lag": 0 if newest is None else max(0, newest - (0 if version is None else version)),
+                "staged": self.staged,
+                "refusal": asdict(self.refusal) if self.refusal else None,
+                "last_error": dict(self.last_error) if self.last_error else None,
+                **asdict(self.counters),
+                "audit": asdict(self.audit),
+                "time": time.time(),
+            }
+
+    def _log_change(self) -> None:
+        if self.state != self._said:
+            self._said = self.state
+            logger.info("delta sync: %s, version %s of %s", self.state, self.served.version, self.newest_version)
+
+
+def plugin_version() -> str:
+    """This distribution's version, or "unknown" when it runs from a folder that is not installed."""
+    try:
+        return metadata.version("delta-weight-sync")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def as_mapping(states: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Tensor states as JSON: dtype, shape and digest in hex."""
+    return {
+        name: {"dtype": s.dtype, "shape": list(s.shape), "digest": f"{s.digest:016x}"} for name, s in states.items()
+    }

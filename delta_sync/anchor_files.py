@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from delta_sync.ledger import Ledger
 
 SHARD_BYTES = 1024**3
-HEADER_BYTES = 1024**2  # reserved in front of each shard, so that one pass is enough; the rest stays blank
+HEADER_BYTES = 128 * 1024  # reserved in front of each shard, so that one pass is enough; the rest stays blank
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 Bits = npt.NDArray[np.unsignedinteger]

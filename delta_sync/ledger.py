@@ -76,15 +76,16 @@ class Ledger:
         and the next epoch's.
         """
         hint, seen = self._hint(), self._seen
-        found: Manifest | None
         if seen is not None and (hint is None or hint.run != seen.run) and not self._exists(seen.key):
             seen = None  # the store was emptied; what is there now, if anything, is another run
-        if seen is None or self._newer_epoch(seen, hint):
-            found = newest_listed(self._reader)
-            if seen is not None and (found is None or _order(found) < _order(seen)):
-                found = seen
-        else:
+        found: Manifest | None = None
+        if seen is not None and not self._newer_epoch(seen, hint):
             found = walk_forward(self._reader, seen, hint)
+        found = found or newest_listed(self._reader)
+        if seen is not None and (found is None or _order(found) < _order(seen)):
+            found = seen
+        if found is not None and hint is not None and hint.key == found.key:
+            expect(f"sha256 of {found.key}", hint.manifest, found.sha256)
         self._seen = found
         return found
 

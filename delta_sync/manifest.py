@@ -14,7 +14,7 @@ from delta_sync.dtypes import DTYPES
 from delta_sync.errors import FormatError
 from delta_sync.limits import DEFAULT_LIMITS, Limits
 from delta_sync.store.keys import MAX_EPOCH, MAX_VERSION, anchor_folder, check_key, manifest_key
-from delta_sync.strict_json import FORMAT_VERSION, HEX16, Fields, dumps, loads
+from delta_sync.strict_json import FORMAT_VERSION, HEX16, Fields, clip, dumps, loads
 
 Kind = Literal["origin", "delta"]
 PromptCache = Literal["all", "new_session", "none"]
@@ -243,7 +243,7 @@ def _tensors(fields: Fields, limits: Limits) -> dict[str, TensorState]:
     for name, value in fields.object("tensors", limits.tensors).items():
         if not name or UNPRINTABLE.search(name) or len(name.encode()) > limits.name_bytes:
             fields.fail("tensors", f"names of 1 to {limits.name_bytes} bytes without control characters", name)
-        found[name] = _tensor(Fields(value, f"{fields.what}: tensor {name!r}"), limits)
+        found[name] = _tensor(Fields(value, f"{fields.what}: field 'tensors' of {clip(name)!r}"), limits)
     return found
 
 

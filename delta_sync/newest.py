@@ -9,15 +9,17 @@ from delta_sync.records import RECORD_BYTES, Epoch, Head
 from delta_sync.store.keys import MANIFESTS, ManifestName, epoch_key, manifest_key
 
 
-def walk_forward(reader: ManifestReader, seen: Manifest, hint: Head | None) -> Manifest:
-    """Follow one epoch's versions from ``seen``; a hint within that epoch saves probing one by one."""
+def walk_forward(reader: ManifestReader, seen: Manifest, hint: Head | None) -> Manifest | None:
+    """Follow one epoch's versions from ``seen``; a hint within that epoch saves probing one by one.
+
+    None if a version does not continue the one before: then one of the two was damaged when it was read.
+    """
     newest = seen
     if hint and hint.version > seen.version and _branch(hint) == _branch(seen):
         newest = reader.at(hint.key, hint.manifest) or seen
     while (following := reader.at(manifest_key(newest.version + 1, newest.epoch, newest.writer))) is not None:
         if following.parent != newest.sha256:
-            got = f"parent {following.parent}"
-            raise ChainError(f"manifest {following.key}", expected=f"parent {newest.sha256}", got=got)
+            return None
         newest = following
     return newest
 

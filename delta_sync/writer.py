@@ -77,6 +77,11 @@ class Writer:
         """This writer's name, unique to the process."""
         return self.claim.writer
 
+    @property
+    def next_version(self) -> int:
+        """The version that the next commit makes."""
+        return self._base.version + 1 if self._base else 1
+
     def commit(
         self,
         kind: Kind,
@@ -102,7 +107,7 @@ class Writer:
             if kind == "delta" and self.head is None:
                 got = "no readable version before it"
                 raise ChainError("a delta", expected="a version to change", got=got, remedy="commit an origin")
-            version = self._base.version + 1 if self._base else 1
+            version = self.next_version
             manifest = Manifest(
                 run=self.run,
                 epoch=self.epoch,

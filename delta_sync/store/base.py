@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from delta_sync.errors import IntegrityError
+
 
 @dataclass(frozen=True)
 class ObjectInfo:
@@ -56,3 +58,10 @@ class Store(ABC):
     @abstractmethod
     def delete(self, key: str) -> None:
         """Remove one object; removing a missing one is not an error."""
+
+
+def check_range(key: str, size: int, start: int, length: int) -> None:
+    """IntegrityError unless an object of ``size`` bytes has ``length`` bytes from ``start``."""
+    if start < 0 or length < 0 or start + length > size:
+        expected, got = f"{length} bytes from {start}", f"{size} bytes in all"
+        raise IntegrityError(f"object {key}", expected=expected, got=got)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from delta_sync.errors import ConflictError, IntegrityError, NotFoundError, StoreError
-from delta_sync.store.base import ObjectInfo, Store
+from delta_sync.store.base import ObjectInfo, Store, check_range
 from delta_sync.store.keys import TEMPORARY, check_key, check_prefix
 
 STALE_SECONDS = 24 * 3600.0
@@ -70,8 +70,7 @@ class LocalStore(Store):
     def read_range(self, key: str, start: int, length: int) -> bytes:
         """Read exactly ``length`` bytes from ``start``; IntegrityError if the object ends earlier."""
         with self._open(key) as file:
-            if start < 0 or not 0 <= length <= max(0, os.fstat(file.fileno()).st_size - start):
-                raise IntegrityError(f"object {key}", expected=f"{length} bytes from {start}", got="fewer")
+            check_range(key, os.fstat(file.fileno()).st_size, start, length)
             file.seek(start)
             data = file.read(length)
         return _whole(key, start, length, data)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from delta_sync.errors import ConflictError, IntegrityError, NotFoundError
-from delta_sync.store.base import ObjectInfo, Store
+from delta_sync.store.base import ObjectInfo, Store, check_range
 from delta_sync.store.keys import check_key, check_prefix
 
 _LOCK = threading.Lock()
@@ -28,10 +28,10 @@ class MemoryStore(Store):
 
     def create(self, key: str, data: bytes | memoryview) -> None:
         """Write one object that must not exist yet; ConflictError if it does."""
-        mine = bytes(data)
         with _LOCK:
-            if self._objects.setdefault(check_key(key), mine) is not mine:
+            if check_key(key) in self._objects:
                 raise ConflictError(f"object {key}", expected="none yet", got="one that exists")
+            self._objects[key] = bytes(data)
 
     def put_file(self, key: str, path: Path) -> None:
         """Write or replace one object with a local file's bytes."""
@@ -46,10 +46,9 @@ class MemoryStore(Store):
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
         """Read exactly ``length`` bytes from ``start``; IntegrityError if the object ends earlier."""
-        part = self._object(key)[start : start + length]
-        if len(part) != length:
-            raise IntegrityError(f"bytes {start}+{length} of object {key}", expected=length, got=len(part))
-        return part
+        data = self._object(key)
+        check_range(key, len(data), start, length)
+        return data[start : start + length]
 
     def info(self, key: str) -> ObjectInfo:
         """Size of one object."""

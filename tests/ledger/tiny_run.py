@@ -67,7 +67,7 @@ def commit_origin(writer: Writer, bits: Bits, step: int = 0) -> Manifest:
 def commit_delta(writer: Writer, old: Bits, new: Bits, step: int = 1) -> Manifest:
     every = states(new)
     touched = {name: every[name] for name in old if not np.array_equal(old[name], new[name])}
-    version = writer.head.version + 1
+    version = writer.next_version
     return writer.commit(
         "delta", (step, step), touched, state_digest(every), model_fingerprint(every),
         [delta_object(writer.run, version, old, new)] if touched else [],

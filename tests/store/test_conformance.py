@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from delta_sync.store import LocalStore, MemoryStore
+from delta_sync.testing.store_conformance import StoreConformance
+
+
+class TestLocalStore(StoreConformance):
+    @pytest.fixture
+    def store(self, tmp_path):
+        return LocalStore(tmp_path / "not yet" / "there")
+
+
+class TestMemoryStore(StoreConformance):
+    @pytest.fixture
+    def store(self):
+        store = MemoryStore(uuid.uuid4().hex)
+        yield store
+        store.clear()

@@ -1,0 +1,66 @@
+"""What a bucket says a version is, rebuilt from nothing but the bucket: the oracle of the trainer's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from delta_sync.anchor_files import Tensor, iter_anchor_tensors
+from delta_sync.delta import apply
+from delta_sync.delta_file import decode_delta
+from delta_sync.digest import digest, state_digest, tensor_key
+from delta_sync.ledger import Ledger
+from delta_sync.manifest import Manifest, TensorState
+from delta_sync.store.open import open_store
+
+
+def newest(uri: str) -> Manifest:
+    head = Ledger(open_store(uri)).head()
+    assert head is not None
+    return head
+
+
+def chain(uri: str) -> list[Manifest]:
+    """Every version on the newest one's chain, oldest first."""
+    ledger = Ledger(open_store(uri))
+    head = ledger.head()
+    return [] if head is None else [*reversed(ledger.ancestors(head, 1)), head]
+
+
+def materialise(uri: str, start: Iterable[Tensor] = ()) -> dict[str, bytes]:
+    """The newest version's bits from its anchor (or from ``start``, proven to be a version's) and the deltas after it.
+
+    Every digest is proven on the way.
+    """
+    ledger = Ledger(open_store(uri))
+    bits: dict[str, np.ndarray] = {}
+    layout: dict[str, tuple[str, tuple[int, ...]]] = {}
+
+    def take(tensors: Iterable[Tensor]) -> None:
+        for name, dtype, shape, values in tensors:
+            bits[name], layout[name] = values.copy(), (dtype.name, shape)
+
+    def states() -> dict[str, TensorState]:
+        return {name: TensorState(*layout[name], digest(bits[name], tensor_key(name))) for name in bits}
+
+    take(start)
+    plan = ledger.plan(None, state_digest(states()))
+    assert plan is not None
+    if plan.anchor is not None:
+        take(iter_anchor_tensors(ledger, plan.anchor))
+    for manifest in plan.deltas:
+        for ref in manifest.objects:
+            header, deltas = decode_delta(ledger.read_object(ref))
+            assert (header.version, header.base_version) == (manifest.version, manifest.base_version)
+            for delta in deltas:
+                apply(delta, bits[delta.name])
+        for name, state in manifest.tensors.items():
+            assert state.digest == digest(bits[name], tensor_key(name)), (manifest.version, name)
+    assert state_digest(states()) == plan.target.state_digest
+    return {name: values.tobytes() for name, values in bits.items()}
+
+
+def cast_bytes(state: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {name: t.contiguous().view(torch.uint8).numpy().tobytes() for name, t in state.items()}

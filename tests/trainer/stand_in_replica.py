@@ -1,0 +1,212 @@
+"""A stand-in for a vLLM server with the plugin: it really follows the bucket, bit for bit, but runs no model.
+
+It plans, fetches, checks hashes, decodes, applies and proves digests with the core library, keeps what it serves in
+numpy arrays, and answers the routes a trainer uses; completions are arbitrary tokens.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from stand_in_server import StandInServer, serving
+
+from delta_sync.ack import Ack
+from delta_sync.anchor_files import iter_anchor_tensors
+from delta_sync.delta import apply
+from delta_sync.delta_file import decode_delta
+from delta_sync.digest import digest, model_fingerprint, state_digest, tensor_key
+from delta_sync.errors import DeltaSyncError, IntegrityError
+from delta_sync.ledger import Ledger
+from delta_sync.manifest import TensorState
+from delta_sync.plan import Plan, Position
+from delta_sync.store.open import open_store
+from trl_callback.serving_image import ServingImage
+
+POLL = 0.02
+
+
+class StandInReplica:
+    """Follows ``uri`` from the bits of ``model``; ``url`` is set while it is being served."""
+
+    def __init__(self, uri: str, model: Any, *, vocab: int = 96, acknowledges: bool = False, has_route: bool = True):
+        self.ledger = Ledger(open_store(uri))
+        image = list(ServingImage(model, lambda name: "BF16"))
+        self.live = {t.name: t.bits.copy() for t in image}
+        self.layout = {t.name: (t.dtype.name, t.shape) for t in image}
+        self.state_digest = state_digest(self.states(self.live))
+        self.position: Position | None = None
+        self.epoch: int | None = None
+        self.refusal: dict[str, Any] | None = None
+        self.last_error: dict[str, Any] | None = None
+        self.refusals = self.anchors_taken = 0
+        self.served: list[int] = []  # every version this replica went to
+        self.generated_at: list[int | None] = []  # the version served at each completion request
+        self.paused = threading.Event()
+        self.vocab, self.acknowledges, self.has_route = vocab, acknowledges, has_route
+        self._random = random.Random(0)
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+
+    def states(self, bits: dict[str, np.ndarray]) -> dict[str, TensorState]:
+        return {
+            name: TensorState(dtype, shape, digest(bits[name], tensor_key(name)))
+            for name, (dtype, shape) in self.layout.items()
+        }
+
+    def follow(self) -> None:
+        while not self._stop.wait(POLL):
+            if self.paused.is_set():
+                continue
+            try:
+                with self._lock:
+                    self._look()
+            except DeltaSyncError as error:
+                self.last_error = {"kind": type(error).__name__, "error": str(error), "time": time.time()}
+
+    def _look(self) -> None:
+        plan = self.ledger.plan(self.position, self.state_digest)
+        if plan is None:
+            return
+        try:
+            self._take(plan)
+        except DeltaSyncError as error:
+            if not self._take_anchor():
+                self._refuse(plan, error)
+
+    def _take_anchor(self) -> bool:
+        """What a live replica does about a refused delta once complete weights are there."""
+        try:
+            plan = self.ledger.plan(self.position, None, prefer_anchor=True)
+            assert plan is not None
+            self._take(plan)
+        except DeltaSyncError:
+            return False
+        return True
+
+    def _take(self, plan: Plan) -> None:
+        self.live, self.state_digest = self._staged(plan)
+        self.position, self.epoch = plan.position, plan.target.epoch
+        self.anchors_taken += plan.start == "anchor"
+        self.refusal = self.last_error = None
+        self.served.append(plan.target.version)
+        self._acknowledge("live")
+
+    def _refuse(self, plan: Plan, error: DeltaSyncError) -> None:
+        self.refusals += 1
+        self.refusal = {
+            "version": plan.target.version,
+            "manifest": plan.target.sha256,
+            "object": None,
+            "kind": type(error).__name__,
+            "error": str(error),
+        }
+        self._acknowledge("refused")
+
+    def _staged(self, plan: Plan) -> tuple[dict[str, np.ndarray], str]:
+        staged = {name: bits.copy() for name, bits in self.live.items()}
+        if plan.anchor is not None:
+            for name, _, _, bits in iter_anchor_tensors(self.ledger, plan.anchor):
+                staged[name] = bits.copy()
+        for manifest in plan.deltas:
+            for ref in manifest.objects:
+                for delta in decode_delta(self.ledger.read_object(ref))[1]:
+                    apply(delta, staged[delta.name])
+        found = state_digest(self.states(staged))
+        if found != plan.target.state_digest:
+            raise IntegrityError("state digest", expected=plan.target.state_digest, got=found)
+        return staged, found
+
+    def _acknowledge(self, state: Any) -> None:
+        if not self.acknowledges:
+            return
+        position, refusal = self.position, self.refusal or {}
+        self.ledger.acknowledge(
+            Ack(
+                "stand-in",
+                position and position.version,
+                position and position.manifest,
+                self.epoch,
+                state,
+                refusal.get("version"),
+                refusal.get("object"),
+                refusal.get("kind"),
+                refusal.get("error"),
+                time.time(),
+            )
+        )
+
+    def status(self, _: Any = None) -> tuple[int, Any]:
+        with self._lock:
+            return 200, {
+                "plugin": "stand-in",
+                "state": "refused" if self.refusal else "live" if self.position else "waiting",
+                "version": self.position and self.position.version,
+                "manifest": self.position and self.position.manifest,
+                "epoch": self.epoch,
+                "state_digest": self.state_digest,
+                "model_fingerprint": model_fingerprint(self.states(self.live)),
+                "serving_dtype": "BF16",
+                "logprobs_mode": "processed_logprobs",
+                "refusal": self.refusal,
+                "refusals": self.refusals,
+                "last_error": self.last_error,
+                "newest_version": None,
+            }
+
+    def tensors(self, _: Any = None) -> tuple[int, Any]:
+        with self._lock:
+            listed = {
+                name: {"dtype": state.dtype, "shape": list(state.shape), "digest": f"{state.digest:016x}"}
+                for name, state in self.states(self.live).items()
+            }
+        return 200, {"tensors": listed}
+
+    def complete(self, body: Any) -> tuple[int, Any]:
+        self.generated_at.append(self.position and self.position.version)
+        choices = []
+        for prompt in body["prompt"]:
+            for _ in range(body["n"]):
+                tokens = [self._random.randrange(4, self.vocab) for _ in range(body["max_tokens"])]
+                names = [f"token_id:{token}" for token in tokens]
+                logprob = -float(np.log(self.vocab))
+                choices.append(
+                    {
+                        "index": len(choices),
+                        "prompt_token_ids": prompt,
+                        "token_ids": tokens,
+                        "logprobs": {
+                            "tokens": names,
+                            "token_logprobs": [logprob] * len(names),
+                            "top_logprobs": [{name: logprob} for name in names],
+                        },
+                    }
+                )
+        return 200, {"choices": choices}
+
+    @contextmanager
+    def running(self, port: int = 0) -> Iterator[StandInReplica]:
+        server = StandInServer(
+            {
+                "GET /health": lambda _: (200, b""),
+                "GET /v1/models": lambda _: (200, {"data": [{"id": "stand-in"}]}),
+                "POST /v1/completions": self.complete,
+                "GET /delta_sync/tensors": self.tensors,
+                **({"GET /delta_sync/status": self.status} if self.has_route else {}),
+            }
+        )
+        self._stop.clear()
+        follower = threading.Thread(target=self.follow, daemon=True)
+        with serving(server, port):
+            self.url = server.url
+            follower.start()
+            try:
+                yield self
+            finally:
+                self._stop.set()
+                follower.join(10)

@@ -1,0 +1,49 @@
+"""Settings are checked when they are set, and keys are never shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from delta_sync.errors import DeltaSyncError
+from trl_callback import DeltaSyncCallback
+from trl_callback.config import TIMES, DeltaSyncConfig
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("max_staleness", -1),
+        ("max_staleness", True),
+        ("max_staleness", 1.5),
+        ("publish_every", 0),
+        ("anchor_every", -2),
+        ("serving_dtype", "bfloat16"),
+        ("prompt_cache", "some"),
+        ("server_url", "localhost:8000"),
+        ("run", ""),
+        *((name, value) for name in TIMES for value in (0, -1.0, float("inf"), float("nan"), "1")),
+    ],
+)
+def test_a_bad_value_is_named(field: str, value: object) -> None:
+    with pytest.raises(DeltaSyncError, match=f"'{field}'.*expected.*got"):
+        DeltaSyncConfig.build("memory://x", **{field: value})
+
+
+def test_an_unknown_setting_and_an_empty_uri_are_named() -> None:
+    with pytest.raises(DeltaSyncError, match=r"max_stalenes'.*max_staleness"):
+        DeltaSyncCallback("memory://x", max_stalenes=1)
+    with pytest.raises(DeltaSyncError, match="'uri'"):
+        DeltaSyncCallback(" ")
+
+
+def test_the_key_comes_from_the_setting_or_the_environment_and_is_never_shown(monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "from-env")
+    assert DeltaSyncConfig("memory://x").server_key == "from-env"
+    config = DeltaSyncConfig("memory://x", api_key="s3cret")
+    assert config.server_key == "s3cret"
+    assert "s3cret" not in repr(config) + str(config)
+    monkeypatch.delenv("VLLM_API_KEY")
+    assert DeltaSyncConfig("memory://x").server_key is None
+    with pytest.raises(DeltaSyncError) as caught:
+        DeltaSyncConfig("memory://x", api_key=12345)  # type: ignore[arg-type]
+    assert "12345" not in str(caught.value)

@@ -1,0 +1,258 @@
+"""The publishing thread over a memory store: coalescing, failure, ambiguity, healing, anchors; always bit-exact."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import bucket
+import pytest
+import tiny
+
+from delta_sync.errors import ConflictError, StoreError, SyncTimeoutError
+from delta_sync.ledger import Ledger
+from delta_sync.store.base import Store
+from delta_sync.store.memory import MemoryStore
+from delta_sync.store.open import open_store
+from delta_sync.writer import Writer
+from trl_callback.chain import Chain
+from trl_callback.config import DeltaSyncConfig
+from trl_callback.metrics import Metrics
+from trl_callback.publisher import Publisher
+from trl_callback.serving_image import ServingImage
+from trl_callback.snapshot import Snapshot
+from trl_callback.status_client import Refusal
+
+
+class Faulty(MemoryStore):
+    """A memory store whose next writes can be made to fail, before or after they happened, or to wait."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.faults: list[tuple[str, bool]] = []  # (part of a key, whether the write happens all the same)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self._write(key, lambda: super(Faulty, self).put(key, data))
+
+    def create(self, key: str, data: bytes | memoryview) -> None:
+        self._write(key, lambda: super(Faulty, self).create(key, data))
+
+    def _write(self, key: str, write: Callable[[], None]) -> None:
+        if key.startswith("deltas/"):
+            assert self.gate.wait(20)
+        fault = self.faults[0] if self.faults and self.faults[0][0] in key else None
+        if fault is None:
+            return write()
+        self.faults.pop(0)
+        if fault[1]:
+            write()
+        raise StoreError(key, expected="a write", got="an injected fault")
+
+
+class Run:
+    """A model, its snapshot and its publisher over one faulty memory store."""
+
+    def __init__(self, **settings: object) -> None:
+        self.name = uuid.uuid4().hex
+        self.uri = f"memory://{self.name}"
+        self.store = Faulty(self.name)
+        self.model = tiny.llama()
+        self.image = ServingImage(self.model, lambda name: "BF16")
+        self.config = DeltaSyncConfig.build(self.uri, **{"publish_timeout": 20.0, "refusal_grace": 0.5, **settings})
+        self.snapshot = Snapshot(self.image)
+        self.metrics = Metrics()
+        self.chain = Chain(Ledger(self.store), self.snapshot, self.config, {"config.json": b"{}"}, 0)
+        self.publisher = Publisher(self.chain, self.snapshot, self.config, self.metrics)
+        self.publisher.want_anchor(urgent=True)
+        self.step = 0
+
+    def train(self, *, publish: bool = True, scale: float = 1e-3) -> None:
+        self.step += 1
+        tiny.nudge(self.model, seed=self.step, scale=scale)
+        if publish:
+            self.publisher.capture(self.image, self.step)
+
+    def check(self) -> None:
+        self.publisher.flush(20)
+        assert bucket.materialise(self.uri) == bucket.cast_bytes(tiny.cast_state(self.model))
+        assert {n: b.tobytes() for n, _, _, b in self.snapshot} == bucket.cast_bytes(tiny.cast_state(self.model))
+
+
+@contextmanager
+def running(**settings: object) -> Iterator[Run]:
+    run = Run(**settings)
+    run.publisher.start()
+    try:
+        yield run
+    finally:
+        run.store.gate.set()
+        run.publisher.stop()
+
+
+def test_every_step_is_a_version_with_the_models_bits() -> None:
+    with running() as run:
+        for _ in range(4):
+            run.train()
+            run.check()
+        kinds = [(m.version, m.kind, m.steps) for m in bucket.chain(run.uri)]
+    assert kinds == [(1, "origin", (0, 0)), *((v, "delta", (v - 1, v - 1)) for v in range(2, 6))]
+
+
+def test_a_step_without_changes_is_an_empty_version() -> None:
+    with running() as run:
+        run.publisher.capture(run.image, 1)
+        run.publisher.flush(20)
+        assert [(m.version, m.changed_elements) for m in bucket.chain(run.uri)] == [(1, 0), (2, 0)]
+        covering = run.publisher.covering(1)
+        assert covering is not None and covering.version == 2
+        run.check()
+
+
+def test_steps_that_pile_up_behind_a_slow_store_become_one_version() -> None:
+    with running() as run:
+        run.store.gate.clear()
+        for _ in range(6):
+            run.train()
+        run.store.gate.set()
+        run.check()
+        steps = [m.steps for m in bucket.chain(run.uri)]
+    assert steps[0] == (0, 0) and steps[-1][1] == 6 and len(steps) <= 4
+    assert all(after[0] == before[1] + 1 for before, after in pairwise(steps))
+
+
+def test_changes_that_go_back_while_they_are_published_end_exactly_where_the_model_is() -> None:
+    """step 1 is in flight while step 2 undoes it: the waiting changes were none, and must become step 1's inverse."""
+    with running() as run:
+        before = {name: t.clone() for name, t in run.model.state_dict().items()}
+        run.publisher.flush(20)
+        run.store.gate.clear()
+        run.train(scale=0.05)
+        time.sleep(0.1)
+        run.model.load_state_dict(before)
+        run.step += 1
+        assert run.publisher.capture(run.image, run.step).deltas == {}
+        run.store.gate.set()
+        run.check()
+        first, second = (m.changed_elements for m in bucket.chain(run.uri)[1:])
+    assert first == second > 0
+
+
+@pytest.mark.parametrize("happened", [False, True])
+@pytest.mark.parametrize("key", ["deltas/", "manifests/", "HEAD"])
+def test_a_failed_or_ambiguous_write_loses_nothing_and_doubles_nothing(key: str, happened: bool) -> None:
+    with running() as run:
+        run.train()
+        run.check()
+        run.store.faults += [(key, happened)]
+        run.train()
+        run.train()
+        run.check()
+        run.train()
+        run.check()
+        versions = [m.version for m in bucket.chain(run.uri)]
+    assert run.store.faults == [] and versions == list(range(1, len(versions) + 1))
+
+
+def test_a_step_that_was_never_captured_is_covered_by_the_next_one() -> None:
+    with running() as run:
+        run.train()
+        run.train(publish=False)
+        run.train()
+        run.check()
+        assert bucket.newest(run.uri).steps[1] == 3
+
+
+def test_a_store_that_stays_down_stops_training_at_the_next_hook() -> None:
+    with running(publish_timeout=0.6) as run:
+        run.publisher.flush(20)
+        run.store.faults += [("deltas/", False)] * 100
+        run.train()
+        with pytest.raises(StoreError, match="injected"):
+            deadline = time.monotonic() + 20
+            while time.monotonic() < deadline:
+                run.publisher.raise_if_failed()
+                time.sleep(0.02)
+        with pytest.raises(StoreError, match="injected"):
+            run.train()
+        with pytest.raises(StoreError, match="injected"):
+            run.publisher.flush(1)
+
+
+def test_a_flush_has_a_deadline_and_says_why() -> None:
+    with running() as run:
+        run.publisher.flush(20)
+        run.store.faults += [("deltas/", False)] * 3
+        run.train()
+        time.sleep(0.1)
+        run.store.gate.clear()
+        with pytest.raises(SyncTimeoutError, match=r"step 1.*injected.*flush_timeout"):
+            run.publisher.flush(0.3)
+
+
+def test_a_second_trainer_stops_the_first_and_continues_its_versions() -> None:
+    with running() as run:
+        run.train()
+        run.check()
+        Writer.open(Ledger(open_store(run.uri)))
+        run.train()
+        with pytest.raises(ConflictError, match="second publisher"):
+            run.publisher.flush(20)
+
+
+def test_the_snapshot_stays_where_the_bucket_is_until_a_commit_is_durable() -> None:
+    with running() as run:
+        run.publisher.flush(20)
+        before = {n: b.tobytes() for n, _, _, b in run.snapshot}
+        run.store.gate.clear()
+        run.train(scale=0.1)
+        time.sleep(0.2)
+        assert {n: b.tobytes() for n, _, _, b in run.snapshot} == before
+        run.store.gate.set()
+        run.check()
+
+
+def test_anchors_come_every_so_many_versions() -> None:
+    with running(anchor_every=3) as run:
+        for _ in range(8):
+            run.train()
+            run.publisher.flush(20)
+            settle(lambda: not run.publisher.anchor_wanted)
+        anchors = [ref.version for ref in Ledger(open_store(run.uri)).anchors()]
+        run.check()
+    assert anchors == [1, 4, 7]
+
+
+def test_a_refused_version_is_put_again_and_then_answered_with_an_anchor() -> None:
+    with running(refusal_grace=60.0) as run:
+        run.train()
+        run.check()
+        version = bucket.newest(run.uri)
+        (ref,) = version.objects
+        good = run.store.get(ref.key, max_bytes=ref.size)
+        run.store.put(ref.key, b"x" * ref.size)
+        run.publisher.report(Refusal(version.version, version.sha256, "sha256", "IntegrityError", attempts=1))
+        settle(lambda: run.store.get(ref.key, max_bytes=ref.size) == good)
+        run.publisher.report(Refusal(version.version, version.sha256, "sha256", "IntegrityError", attempts=1))
+        time.sleep(0.2)
+        assert [a.version for a in Ledger(open_store(run.uri)).anchors()] == [1]
+        run.train()
+        run.check()
+        run.publisher.report(Refusal(version.version, version.sha256, "sha256", "IntegrityError", attempts=2))
+        settle(lambda: [a.version for a in Ledger(open_store(run.uri)).anchors()] == [1, version.version + 1])
+
+
+def settle(done: Callable[[], bool], timeout: float = 20) -> None:
+    deadline = time.monotonic() + timeout
+    while not done():
+        assert time.monotonic() < deadline, "did not come about in time"
+        time.sleep(0.02)
+
+
+def test_the_store_contract_of_the_stand_in_is_the_real_one() -> None:
+    assert isinstance(Faulty(uuid.uuid4().hex), Store)

@@ -1,0 +1,147 @@
+"""The one line a user adds to a trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from delta_sync.errors import DeltaSyncError
+from trl_callback.config import DeltaSyncConfig
+from trl_callback.enclosing import enclosing_trainer
+from trl_callback.generation import GenerationSwap
+from trl_callback.http import Server
+from trl_callback.metrics import Metrics, add_to_logs, log_first
+from trl_callback.ranks import is_main, on_main
+from trl_callback.rollout_client import RolloutClient
+from trl_callback.serving_image import compute_dtype
+from trl_callback.session import Session, Subject
+from trl_callback.status_client import StatusClient
+
+
+class DeltaSyncCallback(TrainerCallback):
+    """Publishes every optimizer step's weights to ``uri``; settings are DeltaSyncConfig's fields.
+
+    In ``GRPOTrainer(callbacks=[…])`` with ``use_vllm=True, vllm_mode="server"`` rollouts come from a stock
+    ``vllm serve MODEL --delta-sync URI`` and wait for its weights. Any other transformers Trainer just publishes.
+    """
+
+    def __init__(self, uri: str, **settings: Any) -> None:
+        self.config = DeltaSyncConfig.build(uri, **settings)
+        self.metrics = Metrics()
+        self.generates = False  # a trainer's rollouts come through us
+        self._session: Session | None = None
+        self._swap: GenerationSwap | None = None
+        self._status: StatusClient | None = None
+        self._args: TrainingArguments | None = None
+        self._state = TrainerState()
+        self._model: Any = None
+        self._processing_class: Any = None
+
+    # What the trainer calls.
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Before TRL builds its generation: put ours in its place, for this trainer only."""
+        self.remember(args, state, kwargs["model"], kwargs.get("processing_class"))
+        if rolls_out_on_server(args):
+            self._swap = GenerationSwap(self, self._model)
+            self._swap.install()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Publish the origin: the weights that training starts, or resumes, from."""
+        self.remember(args, state, kwargs["model"], kwargs.get("processing_class"))
+        if self._swap is not None:
+            self._swap.restore()
+        if rolls_out_on_server(args) and not self.generates:
+            raise DeltaSyncError(
+                "DeltaSyncCallback",
+                expected="to be given when the trainer is built",
+                got="a trainer that already has its own rollout client",
+                remedy="pass it in callbacks=[…], or build with use_vllm=False and call attach(trainer, uri)",
+            )
+        trainer = enclosing_trainer(self)
+        if trainer is not None:
+            log_first(trainer, self)
+        self.close()
+        on_main(self._open)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Leave the step's changes to the publisher; raise here whatever stopped it."""
+        on_main(lambda: self._open().step_done(state.global_step))
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add ``delta_sync/…`` to the trainer's logs."""
+        if logs is not None and is_main():
+            add_to_logs(self.metrics, logs, state)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Wait until the last step's weights are in the bucket."""
+        on_main(lambda: self._open().finish(state.global_step))
+
+    # What generation calls.
+
+    def connect(self, url: str, timeout: float) -> RolloutClient:
+        """Rank 0's client of the server at ``url`` (or the ``server_url`` setting), once it is healthy."""
+        config = self.config
+        server = Server(config.server_url or url, config.server_key)
+        status = self._status = StatusClient(server, timeout=config.request_timeout)
+        client = RolloutClient(
+            server,
+            request_timeout=config.request_timeout,
+            generate_timeout=config.generate_timeout,
+            logprobs_mode=lambda: status.status().logprobs_mode,
+            recovered=self._sync_main,
+        )
+        client.connect(timeout)
+        return client
+
+    def sync(self) -> None:
+        """Wait, on all ranks, until the served weights are at most ``max_staleness`` steps old."""
+        on_main(self._sync_main)
+
+    def remember(self, args: TrainingArguments, state: TrainerState, model: Any, processing_class: Any) -> None:
+        """Note what belongs to the trainer: events and generation each see only a part of it."""
+        self._args, self._state, self._model, self._processing_class = args, state, model, processing_class
+
+    def close(self) -> None:
+        """End the background thread; what is not durable by now is left to the next run."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def _sync_main(self) -> None:
+        self._open().sync(self._state.global_step)
+
+    def _open(self) -> Session:
+        """This run's session; opened at the start of training, or by an evaluation before it."""
+        if self._session is None:
+            self._session = Session(self._subject(), self.config, self._status_client(), self.metrics)
+        return self._session
+
+    def _subject(self) -> Subject:
+        args = self._args
+        bf16, fp16 = bool(getattr(args, "bf16", False)), bool(getattr(args, "fp16", False))
+        computed = compute_dtype(self._model, bf16=bf16, fp16=fp16)
+        return Subject(self._model, self._processing_class, computed, self._state.global_step)
+
+    def _status_client(self) -> StatusClient | None:
+        if self._status is None and self.config.server_url is not None:
+            server = Server(self.config.server_url, self.config.server_key)
+            self._status = StatusClient(server, timeout=self.config.request_timeout)
+        return self._status
+
+
+def rolls_out_on_server(args: TrainingArguments) -> bool:
+    """Whether a trainer with these arguments builds TRL's client of a vLLM server."""
+    return bool(getattr(args, "use_vllm", False)) and getattr(args, "vllm_mode", None) == "server"

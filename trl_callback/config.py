@@ -1,0 +1,105 @@
+"""Everything a user can set, checked when it is set."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from delta_sync.dtypes import DTYPES
+from delta_sync.errors import DeltaSyncError
+from delta_sync.store.open import redact_uri
+
+SERVING_DTYPES = tuple(name for name, dtype in DTYPES.items() if dtype.order == "float" and dtype.itemsize >= 2)
+
+
+@dataclass(frozen=True)
+class DeltaSyncConfig:
+    """Settings of one publishing trainer; times in seconds, ``max_staleness`` and ``publish_every`` in optimizer steps.
+
+    Raises DeltaSyncError naming the field, what it takes and what it got.
+    """
+
+    uri: str
+    max_staleness: int = 0  # 0: rollouts come from exactly this step's weights
+    publish_every: int = 1  # optimizer steps between versions nobody is waiting for
+    anchor_every: int = 50  # versions between complete checkpoints in the bucket; 0: only where one is needed
+    serving_dtype: str | None = None  # None: what the server serves, else the trainer's compute precision
+    server_url: str | None = None  # None: the trainer's own vllm_server_* arguments
+    api_key: str | None = field(default=None, repr=False)  # None: VLLM_API_KEY
+    run: str | None = None
+    writer: str | None = None
+    prompt_cache: Literal["all", "new_session", "none"] = "none"
+    sync_timeout: float = 600.0  # longest wait for a version to be served
+    publish_timeout: float = 600.0  # longest time a store may keep failing before training stops
+    flush_timeout: float = 600.0  # longest wait for the last version at the end of training
+    request_timeout: float = 30.0  # one small request to the server
+    generate_timeout: float = 1800.0  # one batch of completions
+    poll_interval: float = 0.05
+    refusal_grace: float = 20.0  # a refusal standing this long after a remedy gets the next remedy
+    progress: bool | None = None  # None: only on a terminal
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        _require("uri", isinstance(self.uri, str) and bool(self.uri.strip()), "a bucket URI or a folder", self.uri)
+        for name in ("max_staleness", "anchor_every"):
+            _require_integer(name, getattr(self, name), least=0)
+        _require_integer("publish_every", self.publish_every, least=1)
+        for name in TIMES:
+            value = getattr(self, name)
+            _require(name, _is_number(value) and 0 < value < float("inf"), "seconds, more than 0", value)
+        _require("serving_dtype", self.serving_dtype in (None, *SERVING_DTYPES), f"None or one of {SERVING_DTYPES}",
+                 self.serving_dtype)  # fmt: skip
+        policies = ("all", "new_session", "none")
+        _require("prompt_cache", self.prompt_cache in policies, f"one of {policies}", self.prompt_cache)
+        for name in ("server_url", "api_key", "run", "writer"):
+            value = getattr(self, name)
+            got = "another type" if name == "api_key" else value
+            _require(name, value is None or (isinstance(value, str) and bool(value)), "None or a non-empty string", got)
+        if self.server_url is not None:
+            http = self.server_url.startswith(("http://", "https://"))
+            _require("server_url", http, "http://… or https://…", self.server_url)
+
+    @classmethod
+    def build(cls, uri: str, **settings: Any) -> DeltaSyncConfig:
+        """The config for ``uri`` and keyword settings; DeltaSyncError for a name that is not a setting."""
+        known = {f.name for f in fields(cls)} - {"uri"}
+        unknown = sorted(set(settings) - known)
+        if unknown:
+            raise DeltaSyncError(f"delta-sync setting {unknown[0]!r}", expected=f"one of {sorted(known)}")
+        return cls(uri, **settings)
+
+    @property
+    def shown_uri(self) -> str:
+        """The URI, fit to be shown: no user, password or query."""
+        return redact_uri(self.uri)
+
+    @property
+    def server_key(self) -> str | None:
+        """The server's API key: the setting, else the environment's VLLM_API_KEY."""
+        return self.api_key or os.environ.get("VLLM_API_KEY") or None
+
+
+TIMES = (
+    "sync_timeout",
+    "publish_timeout",
+    "flush_timeout",
+    "request_timeout",
+    "generate_timeout",
+    "poll_interval",
+    "refusal_grace",
+)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _require(name: str, holds: bool, expected: str, got: object) -> None:
+    if not holds:
+        raise DeltaSyncError(f"delta-sync setting {name!r}", expected=expected, got=repr(got))
+
+
+def _require_integer(name: str, value: object, *, least: int) -> None:
+    holds = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    _require(name, holds, f"an integer >= {least}", value)

@@ -1,0 +1,265 @@
+"""One background thread that encodes, uploads and commits what the training thread captured."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+
+from delta_sync.errors import DeltaSyncError, StoreError, SyncTimeoutError
+from trl_callback.chain import Attempt, Chain, Published
+from trl_callback.changes import ChangeSet, rebase
+from trl_callback.config import DeltaSyncConfig
+from trl_callback.healing import Healer
+from trl_callback.metrics import Metrics
+from trl_callback.serving_image import ServingImage
+from trl_callback.snapshot import Snapshot
+from trl_callback.status_client import Refusal
+
+logger = logging.getLogger(__name__)
+
+FIRST_RETRY, LAST_RETRY = 0.2, 10.0  # seconds between tries at a failing store
+LOOK = 5.0  # seconds between looks at the bucket's acknowledgements while there is nothing to publish
+STOP = 5.0  # seconds the interpreter's exit waits for the thread
+
+Job = Callable[[], None]
+
+
+class Publisher:
+    """Owns the chain and moves the snapshot; the training thread only captures, waits and reads.
+
+    At most one change set waits. It is always relative to the snapshot: a newer capture replaces it, and when the
+    one before it becomes durable the snapshot moves and the waiting one is rebased, under one lock. A commit that
+    fails is tried again with the same content, so that an ambiguous answer can't fork the chain.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        snapshot: Snapshot,
+        config: DeltaSyncConfig,
+        metrics: Metrics,
+    ) -> None:
+        self._chain, self._snapshot, self._config, self._metrics = chain, snapshot, config, metrics
+        self._healer = Healer(grace=config.refusal_grace)
+        self._changed = threading.Condition()  # guards everything below, and the snapshot against diff while it moves
+        self._waiting: ChangeSet | None = None
+        self._in_flight: ChangeSet | None = None
+        self._attempt: Attempt | None = None  # of what is in flight; the thread's own
+        self._refusals: dict[int, Refusal] = {}
+        self.anchor_wanted = self._anchor_urgent = False
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._failing_since: float | None = None
+        self.last_error: DeltaSyncError | None = None
+        self.captured_step = chain.newest.step
+        self._thread = threading.Thread(target=self._run, name="delta-sync-publisher", daemon=True)
+
+    # The training thread's side.
+
+    def start(self) -> None:
+        """Start the thread; it ends with ``stop``, or with the interpreter."""
+        atexit.register(self.stop)
+        self._thread.start()
+
+    def capture(self, image: ServingImage, step: int, *, even_if_same: bool = True) -> ChangeSet:
+        """Compare the model with the snapshot and leave the changes, possibly none, for the thread to publish."""
+        with self._changed:
+            self.raise_if_failed()
+            changes = ChangeSet(step, self._snapshot.diff(image))
+            if changes.deltas or even_if_same or self._in_flight is not None:
+                self._waiting = changes
+                self._changed.notify_all()
+            self.captured_step = max(self.captured_step, step)
+            return changes
+
+    def want_anchor(self, *, urgent: bool) -> None:
+        """Have complete weights attached to the newest version: before the next delta if urgent, else when idle."""
+        with self._changed:
+            self.anchor_wanted, self._anchor_urgent = True, self._anchor_urgent or urgent
+            self._changed.notify_all()
+
+    def report(self, refusal: Refusal) -> None:
+        """Say that a replica would not take a version; the thread answers with the remedy that is due."""
+        with self._changed:
+            self._refusals[refusal.version] = refusal
+            self._changed.notify_all()
+
+    def covering(self, step: int) -> Published | None:
+        """The first durable version that covers ``step``, None while there is none."""
+        with self._changed:
+            return self._chain.covering(step)
+
+    def by_version(self, version: int) -> Published | None:
+        """This trainer's durable ``version``, None if it has none of that number."""
+        with self._changed:
+            return self._chain.by_version(version)
+
+    def wait_covering(self, step: int, timeout: float) -> None:
+        """Wait up to ``timeout`` seconds for a durable version that covers ``step``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or self._chain.covering(step), timeout)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch this trainer publishes in."""
+        return self._chain.epoch
+
+    def raise_if_failed(self) -> None:
+        """Raise what stopped the thread, in the caller's thread."""
+        if self._failure is not None:
+            raise self._failure
+
+    def flush(self, timeout: float) -> None:
+        """Wait until everything captured is durable; SyncTimeoutError after ``timeout`` seconds."""
+        with self._changed:
+            done = self._changed.wait_for(lambda: self._failure or not (self._waiting or self._in_flight), timeout)
+        self.raise_if_failed()
+        if not done:
+            raise SyncTimeoutError(
+                f"publishing step {self.captured_step} to {self._config.shown_uri}",
+                expected=f"durable within {timeout:g} s",
+                got=str(self.last_error or "an upload still running"),
+                remedy="check the store, or raise flush_timeout; a new run on this URI continues from what is durable",
+            )
+
+    def stop(self, timeout: float = STOP) -> None:
+        """End the thread after the job it is in; what is not durable by then is given up."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+        atexit.unregister(self.stop)
+
+    # The thread's side.
+
+    def _run(self) -> None:
+        try:
+            while (job := self._next_job()) is not None:
+                self._try(job)
+        except BaseException as error:  # noqa: BLE001 (the training thread raises it)
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _next_job(self) -> Job | None:
+        with self._changed:
+            while not self._stopping:
+                job = self._due_job()
+                if job is not None:
+                    return job
+                if not self._changed.wait(LOOK):
+                    return self._look_for_refusals
+            return None
+
+    def _due_job(self) -> Job | None:
+        if self._refusals:
+            return self._heal
+        if self.anchor_wanted and (self._anchor_urgent or not (self._waiting or self._in_flight)):
+            return self._anchor
+        if self._waiting or self._in_flight:
+            return self._publish
+        return None
+
+    def _try(self, job: Job) -> None:
+        """Run one job; a failing store is retried, ever more slowly, until ``publish_timeout``."""
+        try:
+            job()
+        except StoreError as error:
+            self._pause_after(error)
+        else:
+            self._failing_since = self.last_error = None
+
+    def _pause_after(self, error: StoreError) -> None:
+        now = time.monotonic()
+        self._failing_since = self._failing_since or now
+        failing = now - self._failing_since
+        self.last_error = error
+        self._metrics.record(store_failures=1)
+        if failing >= self._config.publish_timeout:
+            raise error
+        pause = min(LAST_RETRY, FIRST_RETRY + failing) * random.uniform(0.5, 1.0)
+        logger.warning("delta-sync: %s; trying again in %.1f s", error, pause)
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping, pause)
+
+    def _publish(self) -> None:
+        start = time.monotonic()
+        attempt = self._prepared()
+        published = self._chain.commit(attempt)
+        with self._changed:
+            self._snapshot.apply(attempt.changes.deltas, attempt.states)
+            if self._waiting is not None:
+                self._waiting = rebase(self._waiting, attempt.changes)
+            self._in_flight = self._attempt = None
+            self._want_periodic_anchor(published.version)
+            self._changed.notify_all()
+        self._record(attempt, published, time.monotonic() - start)
+
+    def _prepared(self) -> Attempt:
+        """The attempt to commit: the one that failed last time, else the waiting change set, encoded."""
+        if self._attempt is None:
+            with self._changed:
+                if self._in_flight is None:
+                    self._in_flight, self._waiting = self._waiting, None
+                changes = self._in_flight
+            if changes is None:
+                raise RuntimeError("publish job without changes")
+            self._attempt = self._chain.prepare(changes)
+        return self._attempt
+
+    def _want_periodic_anchor(self, version: int) -> None:
+        every, since = self._config.anchor_every, version - self._chain.anchored_or_first
+        if every and since >= every:
+            self.anchor_wanted, self._anchor_urgent = True, self._anchor_urgent or since >= 2 * every
+
+    def _anchor(self) -> None:
+        start = time.monotonic()
+        size = self._chain.attach_anchor()
+        with self._changed:
+            self.anchor_wanted = self._anchor_urgent = False
+            self._changed.notify_all()
+        self._metrics.record(anchor_bytes=size, anchor_seconds=time.monotonic() - start)
+
+    def _heal(self) -> None:
+        with self._changed:
+            refusals = list(self._refusals.values())
+        for refusal in refusals:
+            self._heal_one(refusal)
+            with self._changed:
+                if self._refusals.get(refusal.version) is refusal:
+                    del self._refusals[refusal.version]
+
+    def _heal_one(self, refusal: Refusal) -> None:
+        republishable = self._chain.can_republish(refusal.version)
+        remedy = self._healer.remedy(refusal, republishable=republishable, now=time.monotonic())
+        if remedy is None:
+            return
+        logger.warning("delta-sync: version %d was refused (%s); answering with: %s",
+                       refusal.version, refusal.error, remedy)  # fmt: skip
+        if remedy == "republish":
+            self._chain.republish(refusal.version)
+        else:
+            self._anchor()
+        self._healer.applied(refusal, remedy, now=time.monotonic())
+        self._metrics.record(heals=1)
+
+    def _look_for_refusals(self) -> None:
+        for refusal in self._chain.acknowledged_refusals():
+            self.report(refusal)
+
+    def _record(self, attempt: Attempt, published: Published, seconds: float) -> None:
+        changed, size = attempt.changes.changed, len(attempt.data)
+        self._metrics.record(
+            version=published.version,
+            changed_elements=changed,
+            changed_fraction=changed / self._snapshot.total_elements,
+            bytes=size,
+            publish_seconds=seconds,
+        )
+        if changed:
+            self._metrics.record(bytes_per_changed=size / changed)

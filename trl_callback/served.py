@@ -1,0 +1,129 @@
+"""Waiting until the rollout server serves weights that are recent enough, and saying why when it does not."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from delta_sync.errors import ConflictError, NotFoundError, SyncTimeoutError
+from delta_sync.ledger import Ledger
+from trl_callback.chain import Published
+from trl_callback.config import DeltaSyncConfig
+from trl_callback.http import ServerUnavailableError
+from trl_callback.publisher import Publisher
+from trl_callback.status_client import Refusal, ServerStatus, StatusClient
+
+SLOWEST_POLL = 0.5  # seconds
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One look at the server: the version it serves, what it refused, and what is wrong, in words."""
+
+    version: int | None = None
+    epoch: int | None = None
+    manifest: str | None = None
+    refusal: Refusal | None = None
+    trouble: str | None = None
+
+
+class ServedWait:
+    """Compares what the server serves with what the publisher made durable."""
+
+    def __init__(self, status: StatusClient, ledger: Ledger, publisher: Publisher, config: DeltaSyncConfig) -> None:
+        self._status, self._ledger, self._publisher, self._config = status, ledger, publisher, config
+
+    def until(self, step: int) -> Published:
+        """Return the served version once it covers ``step``; refusals met on the way go to the publisher.
+
+        SyncTimeoutError after ``sync_timeout`` seconds names server, version wanted and served, and the last error;
+        ConflictError if the server serves another trainer's newer version; whatever stopped the publisher.
+        """
+        start = time.monotonic()
+        pause = self._config.poll_interval
+        while True:
+            self._publisher.raise_if_failed()
+            seen = self.look()
+            if seen.refusal is not None:
+                self._publisher.report(seen.refusal)
+            wanted, served = self._publisher.covering(step), self._served(seen)
+            if wanted is not None and served is not None and served.version >= wanted.version:
+                return served
+            if time.monotonic() - start >= self._config.sync_timeout:
+                raise self._timed_out(step, wanted, seen)
+            if wanted is None:
+                self._publisher.wait_covering(step, pause)
+            else:
+                time.sleep(pause)
+            pause = min(SLOWEST_POLL, pause * 1.2)
+
+    def look(self) -> Seen:
+        """What the status route says, or, where the server has none, the replicas' acknowledgements in the bucket."""
+        try:
+            return _seen(self._status.status())
+        except NotFoundError as error:
+            return self._acknowledged(str(error))
+        except ServerUnavailableError as error:
+            return Seen(trouble=str(error))
+
+    def _acknowledged(self, trouble: str) -> Seen:
+        acks = self._ledger.acknowledgements().values()
+        if not acks:
+            return Seen(trouble=trouble)
+        oldest = min(acks, key=lambda ack: -1 if ack.version is None else ack.version)
+        return Seen(oldest.version, oldest.epoch, oldest.manifest, trouble=oldest.error)
+
+    def _served(self, seen: Seen) -> Published | None:
+        """The version of ours that the server serves, proven by its manifest's digest."""
+        if seen.version is None:
+            return None
+        ours = self._publisher.by_version(seen.version)
+        if ours is not None and seen.manifest == ours.sha256:
+            return ours
+        if seen.epoch is not None and seen.epoch > self._publisher.epoch:
+            raise ConflictError(
+                f"{self._status.url} serves version {seen.version}",
+                expected=f"epoch {self._publisher.epoch} of this trainer",
+                got=f"epoch {seen.epoch}",
+                remedy="another trainer publishes to this bucket: stop one, or give each its own URI",
+            )
+        return None
+
+    def _timed_out(self, step: int, wanted: Published | None, seen: Seen) -> SyncTimeoutError:
+        version = f"version {wanted.version}" if wanted else "a version not durable yet"
+        refused = seen.refusal and f"version {seen.refusal.version} refused: {seen.refusal.error}"
+        last = refused or seen.trouble or self._publisher.last_error or "no error reported"
+        return SyncTimeoutError(
+            f"waiting for {self._status.url}",
+            expected=f"{version} (step {step}) served within {self._config.sync_timeout:g} s",
+            got=f"version {seen.version}; last error: {last}",
+            remedy=f"check that the server runs with --delta-sync {self._config.shown_uri}, its log, and the bucket; "
+            "or raise sync_timeout",
+        )
+
+
+def _seen(status: ServerStatus) -> Seen:
+    trouble = status.last_error or (None if status.state == "live" else f"state {status.state}")
+    return Seen(status.version, status.epoch, status.manifest, status.refusal, trouble)
+
+
+def wait_for_live_state(status: StatusClient, timeout: float) -> ServerStatus:
+    """The first status that has a digest of the live weights; SyncTimeoutError after ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        trouble: object
+        try:
+            seen = status.status()
+            if seen.state_digest is not None:
+                return seen
+            trouble = seen.last_error or f"state {seen.state}"
+        except ServerUnavailableError as error:
+            trouble = error
+        if time.monotonic() >= deadline:
+            raise SyncTimeoutError(
+                f"waiting for {status.url}",
+                expected=f"a digest of its live weights within {timeout:g} s",
+                got=trouble,
+                remedy="look at the server's log",
+            )
+        time.sleep(min(SLOWEST_POLL, max(0.0, deadline - time.monotonic())))

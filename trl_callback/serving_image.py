@@ -1,0 +1,116 @@
+"""A model's weights as the server should hold them: checkpoint names, serving element types, bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from delta_sync.dtypes import DType, dtype
+from delta_sync.errors import MappingError
+from trl_callback.supported import check_model, unwrap
+
+TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+NAMES = {torch_dtype: name for name, torch_dtype in TORCH_DTYPES.items()}
+WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+_SIGNED = {2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True)
+class ImageTensor:
+    """One checkpoint tensor; ``bits`` is flat, C order, and may share the model's memory: copy it to keep it."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    bits: npt.NDArray[np.unsignedinteger]
+
+
+class ServingImage:
+    """Walks a model tensor by tensor, cast to what is served, never holding more than one cast parameter.
+
+    ``serving_dtype(name) -> "BF16" | "F16" | "F32"`` is asked for every checkpoint tensor.
+    Raises MappingError, naming the tensor, for what can't be published exactly.
+    """
+
+    def __init__(self, model: nn.Module, serving_dtype: Callable[[str], str]) -> None:
+        self._model = unwrap(model)
+        self._serving_dtype = serving_dtype
+        self._kept: set[str] = set()  # in-memory names known to be checkpoint names already
+        check_model(self._model)
+
+    def __iter__(self) -> Iterator[ImageTensor]:
+        """Every tensor once, in the model's order; tied weights under their first name only."""
+        for memory_name, tensor in _stored_tensors(self._model):
+            for name, part in self._checkpoint_tensors(memory_name, tensor).items():
+                yield self._cast(name, part)
+
+    def _checkpoint_tensors(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        if name in self._kept or not isinstance(self._model, PreTrainedModel):
+            return {name: tensor}
+        try:
+            parts: dict[str, torch.Tensor] = revert_weight_conversion(self._model, {name: tensor})
+        except Exception as error:
+            raise MappingError(
+                f"parameter {name!r}",
+                expected="a name and layout that transformers can turn back into its checkpoint's",
+                got=repr(error),
+                remedy=f"publish a model other than {type(self._model).__name__}, or report it",
+            ) from error
+        found = sum(part.numel() for part in parts.values())
+        if found != tensor.numel():
+            raise MappingError(
+                f"parameter {name!r}", expected=f"{tensor.numel()} elements", got=f"{found} in {[*parts]}"
+            )
+        if list(parts) == [name] and parts[name] is tensor:
+            self._kept.add(name)
+        return parts
+
+    def _cast(self, name: str, tensor: torch.Tensor) -> ImageTensor:
+        served = self._serving_dtype(name)
+        if served not in TORCH_DTYPES:
+            raise MappingError(f"tensor {name!r}", expected=f"served as one of {sorted(TORCH_DTYPES)}", got=served,
+                               remedy="serve unquantised weights")  # fmt: skip
+        carrier = dtype(served)
+        cast = tensor.to(TORCH_DTYPES[served]).to("cpu").contiguous()  # cast first: half the bytes leave a GPU
+        bits = cast.view(_SIGNED[carrier.itemsize]).numpy().view(carrier.carrier).reshape(-1)
+        return ImageTensor(name, carrier, tuple(tensor.shape), bits)
+
+
+def _stored_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers under their in-memory names, each storage-sharing object once."""
+    for name, parameter in model.named_parameters():
+        yield plain_name(name), parameter.detach()
+    transient = _transient_buffers(model)
+    for name, buffer in model.named_buffers():
+        if name not in transient:
+            yield plain_name(name), buffer.detach()
+
+
+def _transient_buffers(model: nn.Module) -> set[str]:
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+
+
+def plain_name(name: str) -> str:
+    """The name without what FSDP, activation checkpointing and torch.compile put into it."""
+    for wrapper in WRAPPERS:
+        name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
+    return name
+
+
+def compute_dtype(model: nn.Module, *, bf16: bool, fp16: bool) -> str:
+    """The precision the trainer computes in, as a safetensors name: its autocast type, else its largest weight's."""
+    if bf16 or fp16:
+        return "BF16" if bf16 else "F16"
+    largest = max(unwrap(model).parameters(), key=lambda parameter: parameter.numel())
+    return NAMES.get(largest.dtype, str(largest.dtype))

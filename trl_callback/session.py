@@ -1,0 +1,140 @@
+"""One training run on rank 0: its model's image, its snapshot, its chain in the bucket, and the server it waits for."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from delta_sync.errors import MappingError
+from delta_sync.ledger import Ledger
+from delta_sync.manifest import TensorState
+from delta_sync.store.open import open_store
+from trl_callback.anchors import sidecar_files
+from trl_callback.chain import Chain
+from trl_callback.config import DeltaSyncConfig
+from trl_callback.metrics import Metrics
+from trl_callback.publisher import Publisher
+from trl_callback.served import ServedWait, wait_for_live_state
+from trl_callback.serving_image import ServingImage
+from trl_callback.snapshot import Snapshot
+from trl_callback.status_client import ServerStatus, StatusClient
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is published: the model, its tokenizer or processor, the precision it computes in, the step it is at."""
+
+    model: nn.Module
+    processing_class: Any
+    compute_dtype: str
+    step: int
+
+
+class Session:
+    """Publishes from its opening, an origin, until ``close``; ``status`` is None where there is no server to wait for.
+
+    Raises MappingError (model or server don't fit), ConflictError, StoreError, SyncTimeoutError.
+    """
+
+    def __init__(
+        self, subject: Subject, config: DeltaSyncConfig, status: StatusClient | None, metrics: Metrics
+    ) -> None:
+        live = None if status is None else wait_for_live_state(status, config.sync_timeout)
+        served = {} if status is None else status.tensors()
+        dtype_of = serving_dtypes(config, served, live, subject.compute_dtype)
+        self._image, self._config, self._metrics = ServingImage(subject.model, dtype_of), config, metrics
+        snapshot = Snapshot(self._image)
+        if status is not None:
+            check_same_tensors(snapshot.states, served, status.url)
+        warn_about_precision(subject.compute_dtype, snapshot.main_dtype)
+
+        ledger = Ledger(open_store(config.uri))
+        sidecars = sidecar_files(subject.model, subject.processing_class, snapshot.main_dtype)
+        chain = Chain(ledger, snapshot, config, sidecars, subject.step)
+        self._first_step = subject.step
+        self._publisher = Publisher(chain, snapshot, config, metrics)
+        self._wait = None if status is None else ServedWait(status, ledger, self._publisher, config)
+        self._want_first_anchor(chain, snapshot, live)
+        self._publisher.start()
+
+    def _want_first_anchor(self, chain: Chain, snapshot: Snapshot, live: ServerStatus | None) -> None:
+        """None where the server's live bits are proven ours; on a used chain one all the same, but without hurry:
+        a server that restarts could not get from the chain before this origin to the one after it."""
+        state = snapshot.digest_with({})
+        same = live is not None and (live.state_digest, live.model_fingerprint) == (state, snapshot.fingerprint)
+        continues = chain.previous is not None and chain.previous.state_digest != state
+        if not same or continues:
+            self._publisher.want_anchor(urgent=not same)
+
+    def step_done(self, step: int) -> None:
+        """After an optimizer step: leave its changes to the publisher, every ``publish_every`` steps."""
+        self._publisher.raise_if_failed()
+        if step % self._config.publish_every == 0:
+            self._capture(step)
+
+    def sync(self, step: int) -> None:
+        """Return once the server serves weights at most ``max_staleness`` steps older than ``step``."""
+        if self._wait is None:
+            raise MappingError("sync_weights", expected="a rollout server", got="none", remedy="set server_url=…")
+        start = time.monotonic()
+        needed = max(self._first_step, step - self._config.max_staleness)
+        if self._publisher.captured_step < needed:
+            self._capture(step)
+        served = self._wait.until(needed)
+        self._metrics.record(wait_seconds=time.monotonic() - start, staleness=step - served.step)
+
+    def finish(self, step: int) -> None:
+        """Publish what is not published yet, and wait until it is durable (``flush_timeout``)."""
+        self._publisher.raise_if_failed()
+        self._capture(step, even_if_same=self._publisher.captured_step < step)
+        self._publisher.flush(self._config.flush_timeout)
+
+    def close(self) -> None:
+        """End the publisher's thread."""
+        self._publisher.stop()
+
+    def _capture(self, step: int, *, even_if_same: bool = True) -> None:
+        start = time.monotonic()
+        self._publisher.capture(self._image, step, even_if_same=even_if_same)
+        self._metrics.record(extract_seconds=time.monotonic() - start)
+
+
+def serving_dtypes(
+    config: DeltaSyncConfig, served: Mapping[str, TensorState], live: ServerStatus | None, computed: str
+) -> Callable[[str], str]:
+    """Tensor name -> element type: the setting, else the server's own type of it, else what the trainer computes in."""
+    if config.serving_dtype is not None:
+        chosen = config.serving_dtype
+        return lambda name: chosen
+    default = (live.serving_dtype if live else None) or computed
+    return lambda name: served[name].dtype if name in served else default
+
+
+def check_same_tensors(ours: Mapping[str, TensorState], served: Mapping[str, TensorState], url: str) -> None:
+    """MappingError naming the first tensor that trainer and server don't have alike."""
+    for name in sorted(ours.keys() | served.keys()):
+        here, there = _layout(ours.get(name)), _layout(served.get(name))
+        if here != there:
+            raise MappingError(f"tensor {name!r}", expected=f"{here} as in the trainer", got=f"{there} at {url}",
+                               remedy="serve the model that is trained, unquantised")  # fmt: skip
+
+
+def _layout(state: TensorState | None) -> str:
+    return "no such tensor" if state is None else f"{state.dtype} {list(state.shape)}"
+
+
+def warn_about_precision(computed: str, served: str) -> None:
+    """Warn where trainer and server compute in different precisions: log-probabilities then drift apart."""
+    if computed != served:
+        logger.warning(
+            "delta-sync: the trainer computes in %s but the server serves %s, so their log-probabilities drift apart "
+            "even when every sync is exact. Remedy: set %s=True (weights may stay float32)",
+            computed, served, "bf16" if served == "BF16" else "fp16",
+        )  # fmt: skip

@@ -1,0 +1,102 @@
+"""The bits last published, and the digests that say so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from delta_sync.anchor_files import Tensor
+from delta_sync.delta import apply, diff, new_bits
+from delta_sync.digest import digest, digest_change, model_fingerprint, state_digest, tensor_key
+from delta_sync.dtypes import DType
+from delta_sync.errors import MappingError
+from delta_sync.manifest import TensorState
+from delta_sync.tensor_delta import TensorDelta
+from trl_callback.serving_image import ImageTensor, ServingImage
+
+
+@dataclass(frozen=True)
+class _Held:
+    dtype: DType
+    shape: tuple[int, ...]
+    bits: npt.NDArray[np.unsignedinteger]  # flat, owned
+
+
+class Snapshot:
+    """A flat carrier array per tensor (2 bytes an element for BF16), and each tensor's digest.
+
+    Not thread-safe by itself: the publisher's lock keeps ``diff`` and ``apply`` apart.
+    """
+
+    def __init__(self, image: ServingImage) -> None:
+        self._held: dict[str, _Held] = {}
+        self.states: dict[str, TensorState] = {}
+        for tensor in image:
+            if tensor.name in self._held:
+                raise MappingError(f"tensor {tensor.name!r}", expected="one source in the model", got="two")
+            self._held[tensor.name] = _Held(tensor.dtype, tensor.shape, tensor.bits.copy())
+            total = digest(tensor.bits, tensor_key(tensor.name))
+            self.states[tensor.name] = TensorState(tensor.dtype.name, tensor.shape, total)
+        self.total_elements = sum(held.bits.size for held in self._held.values())
+        self.total_bytes = sum(held.bits.nbytes for held in self._held.values())
+
+    def diff(self, image: ServingImage) -> dict[str, TensorDelta]:
+        """What turns the snapshot into ``image``, changed tensors only; MappingError if the model's layout changed."""
+        changed: dict[str, TensorDelta] = {}
+        missing = set(self._held)
+        for tensor in image:
+            held = self._same(tensor)
+            missing.discard(tensor.name)
+            delta = diff(tensor.name, tensor.dtype, tensor.shape, held.bits, tensor.bits)
+            if delta.changed:
+                changed[tensor.name] = delta
+        if missing:
+            raise MappingError(f"tensor {min(missing)!r}", expected="in the model, as in the last version", got="gone")
+        return changed
+
+    def _same(self, tensor: ImageTensor) -> _Held:
+        held = self._held.get(tensor.name)
+        if held is None or held.dtype != tensor.dtype or held.shape != tensor.shape:
+            expected = "no such tensor" if held is None else f"{held.dtype.name} {list(held.shape)}"
+            raise MappingError(f"tensor {tensor.name!r}", expected=f"{expected}, as in the last version",
+                               got=f"{tensor.dtype.name} {list(tensor.shape)}",
+                               remedy="don't resize or rename weights while training")  # fmt: skip
+        return held
+
+    def advanced(self, deltas: Mapping[str, TensorDelta]) -> dict[str, TensorState]:
+        """The states of the tensors that ``deltas`` touch once they are applied; O(changed), changes nothing."""
+        return {name: self._advanced(name, delta) for name, delta in deltas.items()}
+
+    def _advanced(self, name: str, delta: TensorDelta) -> TensorState:
+        before = self.states[name]
+        old = self._held[name].bits[delta.positions]
+        change = digest_change(delta.positions, old, new_bits(delta, old), tensor_key(name))
+        return TensorState(before.dtype, before.shape, (before.digest + change) % 2**64)
+
+    def apply(self, deltas: Mapping[str, TensorDelta], states: Mapping[str, TensorState]) -> None:
+        """Move to the version just committed: its deltas and the states that ``advanced`` gave for them."""
+        for name, delta in deltas.items():
+            apply(delta, self._held[name].bits)
+        self.states.update(states)
+
+    def digest_with(self, states: Mapping[str, TensorState]) -> str:
+        """state_digest over all tensors, with ``states`` in place of what they replace."""
+        return state_digest({**self.states, **states})
+
+    @property
+    def fingerprint(self) -> str:
+        """model_fingerprint over all tensors."""
+        return model_fingerprint(self.states)
+
+    @property
+    def main_dtype(self) -> str:
+        """The element type of the largest tensor."""
+        return max(self._held.values(), key=lambda held: held.bits.size).dtype.name
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """(name, element type, shape, flat bits) of every tensor, as anchors are written from."""
+        for name, held in self._held.items():
+            yield name, held.dtype, held.shape, held.bits

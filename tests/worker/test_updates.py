@@ -1,0 +1,97 @@
+"""A sparse update of a live engine leaves it exactly as a fresh engine started from the updated checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from publishing import Publisher, nudged
+from replica import Replica, replica
+
+from delta_sync.plan import Position
+
+
+@dataclass
+class Case:
+    """One model family: a live engine at version 1, an update, and what a fresh engine makes of the update."""
+
+    live: Replica
+    publisher: Publisher
+    new: dict[str, torch.Tensor]
+    fresh_bits: dict[str, np.ndarray]
+    fresh_tokens: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=list(tiny_models.CONFIGS))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    folder = tmp_path_factory.mktemp(request.param)
+    old = tiny_models.make(request.param, folder / "old")
+    values = tiny_models.tensors(old)
+    new = nudged(values, 0.1, seed=1)
+    with replica(tiny_models.rewrite(old, folder / "new", new)) as fresh:
+        fresh_bits, fresh_tokens = fresh.bits(), fresh.tokens()
+    with replica(old) as live:
+        yield Case(live, Publisher(folder / "run", values), new, fresh_bits, fresh_tokens)
+
+
+def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[n], other[n]) for n in one)
+
+
+def combined(regions: dict[str, int]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for key, value in regions.items():
+        name = key.rsplit("|", 3)[0]
+        sums[name] = (sums.get(name, 0) + value) % 2**64
+    return sums
+
+
+def test_update_undo_and_settle(case: Case) -> None:
+    live, publisher = case.live, case.publisher
+    attached = live.attach(publisher.uri)
+    assert {n: (t["dtype"], tuple(t["shape"])) for n, t in attached["tensors"].items()} == {
+        n: (s.dtype, s.shape) for n, s in publisher.origin.tensors.items()
+    }
+    before = combined(attached["regions"])
+    assert before == {n: s.digest for n, s in publisher.origin.tensors.items()}
+    old_bits, old_tokens = live.bits(), live.tokens()
+    assert old_tokens != case.fresh_tokens
+
+    manifest = publisher.delta(case.new)
+    plan = publisher.ledger.plan(Position(publisher.origin.version, publisher.origin.sha256), None)
+    assert plan is not None
+    (staged,) = live.stage(plan)
+    assert (staged["state"], staged["target"]) == ("staged", manifest.version)
+    assert staged["changed"] == manifest.changed_elements
+    change = combined(staged["parts"])
+    assert {n: (before[n] + change[n]) % 2**64 for n in change} == {n: s.digest for n, s in manifest.tensors.items()}
+    assert same(live.bits(), old_bits), "staging must not touch live weights"
+
+    live.one("commit", manifest.version)
+    assert same(live.bits(), case.fresh_bits)
+    assert live.tokens() == case.fresh_tokens
+
+    live.one("undo", manifest.version)
+    assert same(live.bits(), old_bits)
+    assert live.tokens() == old_tokens
+
+    live.one("commit", manifest.version)
+    assert live.one("settle", manifest.version)["version"] == manifest.version
+    assert same(live.bits(), case.fresh_bits)
+    live.one("audit_begin")
+    (audit,) = live.wait("audit_poll", ("running",))
+    assert audit["state"] == "done"
+    assert combined(audit["regions"]) == {n: (before[n] + change[n]) % 2**64 for n in before}
+
+
+def test_read_back(case: Case, tmp_path: Path) -> None:
+    live = case.live
+    live.attach(str(tmp_path))
+    for name in ("model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"):
+        (data,) = live.one("read_tensor", name)["regions"].values()
+        assert data == case.new[name].view(torch.int16).numpy().tobytes()

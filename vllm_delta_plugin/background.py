@@ -1,0 +1,66 @@
+"""One piece of work in a low-priority thread that the worker's RPC methods poll."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+STAGING, AUDITING = 5, 10  # niceness; higher starves behind a busy forward pass, worst while holding the GIL
+
+
+class Cancelled(Exception):
+    """The work was dropped while it ran."""
+
+
+class Job(Generic[T]):
+    """Runs ``work(job)`` in a thread; ``result`` or ``error`` is set once ``running`` is false."""
+
+    def __init__(self, name: str, niceness: int, work: Callable[[Job[T]], T]) -> None:
+        self.object: str | None = None  # the stored object that is being read, for the error report
+        self.result: T | None = None
+        self.error: Exception | None = None
+        self._cancelled = threading.Event()
+        self._work, self._niceness = work, niceness
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether neither result nor error is there yet."""
+        return self.result is None and self.error is None
+
+    def reading(self, key: str | None) -> None:
+        """Note which object is being read; Cancelled if the job was dropped."""
+        self.object = key
+        self.check()
+
+    def check(self) -> None:
+        """Cancelled if the job was dropped."""
+        if self._cancelled.is_set():
+            raise Cancelled
+
+    def cancel(self) -> None:
+        """Ask the thread to end at its next check; its result is not wanted any more."""
+        self._cancelled.set()
+
+    def _run(self) -> None:
+        _lower_priority(self._niceness)
+        try:
+            self.result = self._work(self)
+        except Exception as error:  # noqa: BLE001 - kept, and reported by the poll
+            self.error = error
+
+
+def _lower_priority(niceness: int) -> None:
+    """Let the forward pass go first: on Linux priorities are a thread's, not the process's."""
+    if hasattr(os, "setpriority"):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+
+
+def describe(error: Exception, key: str | None = None) -> dict[str, Any]:
+    """An error as the engine reads it: kind, what to do, message, the stored object it is about."""
+    kind = type(error).__name__
+    return {"kind": kind, "action": getattr(error, "action", "fail"), "error": str(error) or kind, "object": key}

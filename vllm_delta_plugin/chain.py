@@ -1,0 +1,77 @@
+"""Reading a chain of delta objects and folding it to one change per tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from delta_sync.delta_file import decode_delta
+from delta_sync.errors import FormatError, MappingError
+from delta_sync.fold import fold
+from delta_sync.tensor_delta import TensorDelta
+from vllm_delta_plugin.staged import StageTooLargeError
+
+if TYPE_CHECKING:
+    from delta_sync.ledger import Ledger
+    from delta_sync.manifest import Manifest
+
+Folded = dict[str, list[TensorDelta]]
+
+
+def fold_chain(
+    ledger: Ledger,
+    manifests: Sequence[Manifest],
+    check: Callable[[TensorDelta], None],
+    limit: int,
+    reading: Callable[[str | None], None],
+) -> Folded:
+    """Read, verify, decode and fold every object of ``manifests`` in order.
+
+    ``check`` judges each tensor's delta; ``reading`` is told which object is being worked on. Holds one decoded
+    object and the folded result; StageTooLargeError if the latter exceeds ``limit`` bytes.
+    """
+    folded: Folded = {}
+    for manifest in manifests:
+        for ref in manifest.objects:
+            reading(ref.key)
+            header, deltas = decode_delta(ledger.read_object(ref))
+            if (header.run, header.version) != (manifest.run, manifest.version):
+                raise FormatError(
+                    f"object {ref.key}",
+                    expected=f"run {manifest.run} version {manifest.version}",
+                    got=f"run {header.run} version {header.version}",
+                )
+            for delta in deltas:
+                check(delta)
+                folded[delta.name] = fold([*folded.get(delta.name, ()), delta])
+            _check_size(folded, limit)
+    reading(None)
+    return folded
+
+
+def _check_size(folded: Folded, limit: int) -> None:
+    size = sum(d.positions.nbytes + d.values.nbytes for deltas in folded.values() for d in deltas)
+    if size > limit:
+        raise StageTooLargeError("folded chain", expected=f"at most {limit} bytes", got=f"{size}")
+
+
+def drop_aliases(folded: Folded, aliases: Mapping[str, str]) -> None:
+    """Remove deltas of tied names; MappingError unless each changes exactly what its original's delta changes."""
+    for alias in [name for name in folded if name in aliases]:
+        original = aliases[alias]
+        if not _equal(folded.pop(alias), folded.get(original, [])):
+            raise MappingError(
+                f"tensor {alias!r}",
+                expected=f"the same change as {original!r}, whose memory it shares",
+                got="another change",
+                remedy="tie the weights in training too, or serve with tie_word_embeddings off",
+            )
+
+
+def _equal(one: Sequence[TensorDelta], other: Sequence[TensorDelta]) -> bool:
+    return len(one) == len(other) and all(
+        a.encoding == b.encoding and np.array_equal(a.positions, b.positions) and np.array_equal(a.values, b.values)
+        for a, b in zip(one, other, strict=True)
+    )

@@ -1,0 +1,142 @@
+"""The swap: staged and live bits change places, so that doing it twice undoes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from delta_sync.jit import compiled
+from vllm_delta_plugin.live_storage import LiveStorage
+from vllm_delta_plugin.staged import Update
+
+_HOST_SHARE = 4  # staging may use this fraction of what memory is free
+
+
+class Swap(Protocol):
+    """Staged bits of all storages of one rank."""
+
+    def swap(self, between: Callable[[], None]) -> None:
+        """Exchange staged and live bits, calling ``between`` half way; on an exception live bits are as before."""
+
+
+class Device(Protocol):
+    """Where a rank's weights live, as far as staging and committing care."""
+
+    def reading(self) -> Any:
+        """Context in which a background thread may read live weights."""
+
+    def prepare(self, updates: Sequence[Update]) -> Swap:
+        """Bring staged bits next to the live ones; called from the background thread."""
+
+    def warm(self) -> None:
+        """Compile what a commit runs, so that no commit waits for a compiler."""
+
+    def staging_limit(self) -> int:
+        """Bytes that staging may use now."""
+
+
+@compiled
+def _exchange(live: Any, index: Any, staged: Any) -> None:
+    for k in range(index.size):
+        at = index[k]
+        old = live[at]
+        live[at] = staged[k]
+        staged[k] = old
+
+
+class HostSwap:
+    """Staged bits beside weights in host memory."""
+
+    def __init__(self, updates: Sequence[Update]) -> None:
+        self._updates = list(updates)
+
+    def swap(self, between: Callable[[], None]) -> None:
+        """See Swap."""
+        done: list[Update] = []
+        try:
+            for number, update in enumerate(self._updates):
+                if number == len(self._updates) // 2:
+                    between()
+                _exchange(update.storage.array, update.index, update.bits)
+                done.append(update)
+        except BaseException:
+            for update in done:
+                _exchange(update.storage.array, update.index, update.bits)
+            raise
+
+
+class Host:
+    """Weights in host memory: readers and the forward pass share it, nothing needs to be moved."""
+
+    def reading(self) -> Any:
+        """See Device."""
+        return nullcontext()
+
+    def prepare(self, updates: Sequence[Update]) -> Swap:
+        """See Device."""
+        return HostSwap(updates)
+
+    def warm(self) -> None:
+        """See Device."""
+        import numpy as np
+
+        index = np.zeros(1, np.int64)
+        for width in (1, 2, 4):
+            bits = np.zeros(1, f"<u{width}")
+            _exchange(bits, index, bits.copy())
+
+    def staging_limit(self) -> int:
+        """See Device."""
+        return available_memory() // _HOST_SHARE
+
+
+class Cuda:
+    """Weights on one GPU: a side stream reads and uploads, the worker's own stream commits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # The last swap's place on the worker's stream.
+        self.committed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """See Device."""
+        torch.cuda.set_device(self._device)
+        with torch.cuda.stream(self._side):
+            self._side.wait_event(self.committed)
+            yield
+
+    def prepare(self, updates: Sequence[Update]) -> Swap:
+        """See Device."""
+        from vllm_delta_plugin.gpu_swap import GpuSwap
+
+        with self.reading():
+            return GpuSwap(updates, self._device, self.committed)
+
+    def warm(self) -> None:
+        """See Device."""
+        from vllm_delta_plugin.gpu_swap import warm
+
+        warm(self._device)
+
+    def staging_limit(self) -> int:
+        """See Device."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return min(free // 2, available_memory() // _HOST_SHARE)
+
+
+def device_of(storages: Sequence[LiveStorage]) -> Device:
+    """The device all storages are on."""
+    device = storages[0].bits.device
+    return Host() if device.type == "cpu" else Cuda(device)
+
+
+def available_memory() -> int:
+    """Host memory in bytes that can be used without swapping."""
+    import psutil
+
+    return int(psutil.virtual_memory().available)

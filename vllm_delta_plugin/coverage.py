@@ -1,0 +1,254 @@
+"""From a recorded load to a map that deltas can be written through, or a refusal that names tensor and reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from delta_sync.dtypes import DType
+from delta_sync.errors import IntegrityError, MappingError
+from vllm_delta_plugin.live_digest import region_digest
+from vllm_delta_plugin.live_storage import LiveStorage, live_storage
+from vllm_delta_plugin.regions import Region, by_tensor, make_region, overlapping
+from vllm_delta_plugin.trace import Copy, Trace
+
+Place = tuple[object, ...]  # address, shape, strides, dtype, device
+_NOT_WEIGHTS = {"kv_cache"}  # what vLLM hangs on modules after loading
+_MIN_DERIVED = 64  # smallest new tensor that can be a copy of weights rather than a scale or a flag
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A checkpoint tensor as it is served: element type of the live memory, shape of the checkpoint."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+@dataclass
+class WeightMap:
+    """Where every checkpoint tensor's elements live on this rank.
+
+    ignored: checkpoint tensors the loader never read here. aliases: tensors whose elements another tensor owns.
+    problems: tensor (or parameter) -> why deltas cannot be written into it; empty if the model is supported.
+    """
+
+    storages: list[LiveStorage] = field(default_factory=list)
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    regions: dict[str, list[Region]] = field(default_factory=dict)
+    known: frozenset[str] = frozenset()
+    ignored: list[str] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)  # each parameter's place once loading was over
+    loose: frozenset[str] = frozenset()  # tensors that modules kept outside parameters before loading was over
+
+    def digests(self) -> dict[str, int]:
+        """Scan live memory: region key -> digest; IntegrityError if two live copies of one region differ."""
+        out: dict[str, int] = {}
+        for region in (region for regions in self.regions.values() for region in regions):
+            note_sum(out, region.key, region_digest(self.storages[region.storage], region))
+        return out
+
+    def check(self) -> None:
+        """MappingError naming the first tensor that cannot be served, why, and how many more there are."""
+        if not self.problems:
+            return
+        name, reason = next(iter(self.problems.items()))
+        raise MappingError(
+            f"tensor {name!r} (one of {len(self.problems)} that cannot take deltas)",
+            expected="weights that live as the checkpoint stores them",
+            got=reason,
+            remedy="serve an unquantised dense or MoE model; on a GPU try --moe-backend triton",
+        )
+
+
+def note_sum(sums: dict[str, int], key: str, value: int) -> None:
+    """Set ``sums[key]``; IntegrityError if another live copy of the region already gave another value."""
+    if sums.setdefault(key, value) != value:
+        raise IntegrityError(f"copies of region {key!r} on one rank", expected=f"{sums[key]:016x}", got=f"{value:016x}")
+
+
+def map_weights(model: torch.nn.Module, trace: Trace, shapes: Mapping[str, tuple[int, ...]]) -> WeightMap:
+    """Turn recorded copies into regions of live storages; what does not fit becomes a problem."""
+    result = WeightMap(known=frozenset(shapes), ignored=list(trace.ignored), problems=dict(trace.problems))
+    owners = _owners(model)
+    numbers: dict[int, int] = {}
+    for copy in trace.copies:
+        try:
+            if copy.storage not in numbers:
+                result.storages.append(live_storage(*owners[copy.storage]))
+                numbers[copy.storage] = len(result.storages) - 1
+            _add(result, copy, numbers[copy.storage], shapes[copy.source])
+        except MappingError as error:
+            result.problems.setdefault(copy.source, str(error))
+    _check_overlaps(result)
+    return result
+
+
+def _owners(model: torch.nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {tensor.untyped_storage()._cdata: (name, tensor) for name, tensor in reversed(named)}
+
+
+def _add(result: WeightMap, copy: Copy, storage: int, shape: tuple[int, ...]) -> None:
+    region = make_region(
+        copy.source, storage, copy.shape, copy.src_offset, copy.src_strides, copy.dst_offset, copy.dst_strides
+    )
+    info = TensorInfo(result.storages[storage].dtype, shape)
+    if result.tensors.setdefault(copy.source, info) != info:
+        raise MappingError(f"tensor {copy.source!r}", expected="one element type", got="several")
+    regions = result.regions.setdefault(copy.source, [])
+    if region not in regions:  # a loader may write the same elements twice
+        regions.append(region)
+
+
+def _check_overlaps(result: WeightMap) -> None:
+    by_storage: dict[int, list[Region]] = {}
+    for name, regions in result.regions.items():
+        if overlapping((r.src_offset, r.src_strides, r.shape) for r in regions):
+            _check_copies(result, name, regions)
+        for region in regions:
+            by_storage.setdefault(region.storage, []).append(region)
+    for storage, regions in by_storage.items():
+        if overlapping((r.dst_offset, r.dst_strides, r.shape) for r in regions):
+            for name in by_tensor(regions):
+                result.problems.setdefault(name, f"its elements in {result.storages[storage].owner} are loaded twice")
+
+
+def _check_copies(result: WeightMap, name: str, regions: list[Region]) -> None:
+    """Several live copies of the same elements are fine only if the copies are of whole, equal regions."""
+    distinct = {region.key: region for region in regions}
+    if overlapping((r.src_offset, r.src_strides, r.shape) for r in distinct.values()):
+        result.problems.setdefault(name, "it is read in partly overlapping pieces")
+
+
+@dataclass
+class Fingerprint:
+    """Everything post-processing must leave alone: each parameter's place and layout, every region's digest."""
+
+    places: dict[str, Place]
+    digests: dict[str, int]
+    loose: frozenset[str]
+
+    @classmethod
+    def take(cls, model: torch.nn.Module, weights: WeightMap) -> Fingerprint:
+        """Scan the model."""
+        return cls(_places(model), weights.digests(), frozenset(_loose_tensors(model)))
+
+
+def _places(model: torch.nn.Module) -> dict[str, Place]:
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: (t.data_ptr(), tuple(t.shape), t.stride(), t.dtype, t.device.type) for name, t in named}
+
+
+def _loose_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Floating tensors that modules keep outside parameters and buffers, large enough to be copies of weights."""
+    out = {}
+    for prefix, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute in _NOT_WEIGHTS or not isinstance(value, torch.Tensor):
+                continue
+            if value.is_floating_point() and value.numel() >= _MIN_DERIVED:
+                out[f"{prefix}.{attribute}"] = value
+    return out
+
+
+def verify_direct(model: torch.nn.Module, weights: WeightMap, before: Fingerprint) -> None:
+    """Compare with ``before``: what was replaced, permuted or copied becomes an alias or a problem of ``weights``."""
+    after = _places(model)
+    moved = {name for name, place in before.places.items() if after.get(name) != place}
+    owners = {weights.storages[i].owner: i for i in range(len(weights.storages))}
+    for parameter in sorted(moved & set(owners)):
+        if not _retied(parameter, owners, weights, after, moved):
+            for name in _tensors_of(weights, owners[parameter]):
+                weights.problems.setdefault(name, f"parameter {parameter!r} is replaced after loading")
+    for key, digest in _rescan(weights).items():
+        if digest != before.digests[key]:
+            weights.problems.setdefault(key.rsplit("|", 3)[0], "it is transformed in place after loading")
+    weights.places, weights.loose = after, before.loose
+    _check_loose(model, weights)
+    _check_added(weights, before)
+
+
+def _tensors_of(weights: WeightMap, storage: int) -> list[str]:
+    return [name for name, regions in weights.regions.items() if any(r.storage == storage for r in regions)]
+
+
+def _retied(
+    parameter: str, owners: dict[str, int], weights: WeightMap, after: Mapping[str, Place], moved: set[str]
+) -> bool:
+    """vLLM may give a redundant head the embedding's memory after loading: its tensor then is an alias."""
+    place = after.get(parameter)
+    twin = next((o for o in owners if o not in moved and after.get(o) == place), None)
+    if place is None or twin is None:
+        return False
+    for name in _tensors_of(weights, owners[parameter]):
+        original = next((n for n in _tensors_of(weights, owners[twin]) if _same_boxes(weights, n, name)), None)
+        if original is None:
+            return False
+        weights.aliases[name] = original
+        weights.regions.pop(name)
+        weights.tensors.pop(name)
+    weights.storages[owners[parameter]] = weights.storages[owners[twin]]  # frees the redundant memory
+    return True
+
+
+def _same_boxes(weights: WeightMap, one: str, other: str) -> bool:
+    def boxes(name: str) -> set[Place]:
+        return {(r.shape, r.src_offset, r.src_strides, r.dst_offset, r.dst_strides) for r in weights.regions[name]}
+
+    return weights.tensors[one] == weights.tensors[other] and boxes(one) == boxes(other)
+
+
+def _rescan(weights: WeightMap) -> dict[str, int]:
+    return {} if weights.problems else weights.digests()
+
+
+def _elements(place: Place) -> int:
+    shape = place[1]
+    return math.prod(shape) if isinstance(shape, tuple) else 0
+
+
+def _held(weights: WeightMap) -> set[int]:
+    return {storage.bits.untyped_storage().data_ptr() for storage in weights.storages}
+
+
+def _check_loose(model: torch.nn.Module, weights: WeightMap) -> None:
+    held = _held(weights)
+    for name, tensor in _loose_tensors(model).items():
+        if name not in weights.loose and tensor.untyped_storage().data_ptr() not in held:
+            weights.problems.setdefault(name, "vLLM made it after loading, perhaps from weights: deltas leave it stale")
+
+
+def _check_added(weights: WeightMap, before: Fingerprint) -> None:
+    held = _held(weights)
+    for name in sorted(set(weights.places) - set(before.places)):
+        place = weights.places[name]
+        if place[0] not in held and _elements(place) >= _MIN_DERIVED:
+            weights.problems.setdefault(name, "post-processing adds it, so deltas would leave it stale")
+
+
+def check_unmoved(model: torch.nn.Module, weights: WeightMap) -> None:
+    """MappingError if, since loading, a mapped parameter moved or something new was made from weights."""
+    now = _places(model)
+    for storage in weights.storages:
+        if now.get(storage.owner) != weights.places.get(storage.owner):
+            weights.problems.setdefault(storage.owner, "the parameter was replaced after the model was loaded")
+    _check_loose(model, weights)
+    weights.check()
+
+
+def add_tied_names(model: torch.nn.Module, weights: WeightMap) -> None:
+    """Name as aliases the tensors a tied checkpoint may repeat: parameters that share another one's storage."""
+    owners = {weights.storages[i].bits.untyped_storage().data_ptr(): i for i in range(len(weights.storages))}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        storage = owners.get(parameter.untyped_storage().data_ptr())
+        if storage is None or name in weights.tensors or name in weights.aliases:
+            continue
+        candidates = _tensors_of(weights, storage)
+        if len(candidates) == 1 and name != weights.storages[storage].owner:
+            weights.aliases[name] = candidates[0]

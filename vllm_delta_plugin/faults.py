@@ -1,0 +1,29 @@
+"""Failures on demand, for tests only: config ``{"fault": {"rank": 1, "at": "commit", "times": 1}}``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+POINTS = ("attach", "stage", "commit", "commit_half", "undo", "settle")
+
+
+class InjectedFault(RuntimeError):
+    """A test asked for this failure."""
+
+
+class Faults:
+    """Raises InjectedFault at the named point on the named rank, ``times`` times (default once)."""
+
+    def __init__(self, rank: int, config: Mapping[str, Any]) -> None:
+        mine = bool(config) and int(config.get("rank", 0)) == rank
+        self._at = str(config["at"]) if mine else None
+        self._left = int(config.get("times", 1)) if mine else 0
+        if self._at is not None and self._at not in POINTS:
+            raise ValueError(f"fault point {self._at!r}, expected one of {POINTS}")
+
+    def at(self, point: str) -> None:
+        """Fail here if so asked."""
+        if point == self._at and self._left > 0:
+            self._left -= 1
+            raise InjectedFault(f"injected at {point}")

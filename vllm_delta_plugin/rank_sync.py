@@ -1,0 +1,207 @@
+"""One rank's side of the sync: what is live, what is staged, and the few moves between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from delta_sync.errors import ConflictError, MappingError
+from delta_sync.ledger import Ledger
+from delta_sync.plan import Plan
+from delta_sync.store.open import open_store
+from vllm_delta_plugin import background, stage
+from vllm_delta_plugin.anchor_diff import load_dense
+from vllm_delta_plugin.audit import scan
+from vllm_delta_plugin.background import Job
+from vllm_delta_plugin.commit import device_of
+from vllm_delta_plugin.coverage import WeightMap
+from vllm_delta_plugin.faults import Faults
+from vllm_delta_plugin.stage import Rank, Staged
+from vllm_delta_plugin.staged import StageTooLargeError
+
+Reply = dict[str, Any]
+
+
+class RankSync:
+    """States: idle, staging, staged, committed (until settled or undone), loading, loaded, failed.
+
+    Every method but the constructor returns at once; long work runs in a Job. Not thread safe: call it from the
+    worker's own thread, whose place in the queue of steps is what makes a commit fall between two of them.
+    """
+
+    def __init__(self, weights: WeightMap, config: Mapping[str, Any], *, rank: int, world_size: int) -> None:
+        weights.check()
+        if not weights.storages:
+            raise MappingError("model", expected="weights loaded from a checkpoint", got="none on this rank")
+        self.weights = weights
+        self._faults = Faults(rank, config.get("fault") or {})
+        self._faults.at("attach")
+        self._ledger = Ledger(open_store(str(config["uri"])))
+        self._device = device_of(weights.storages)
+        self._device.warm()
+        self._rank = Rank(weights, self._device, world_size == 1, config.get("stage_bytes"))
+        self._generation = 0  # odd while a swap runs
+        self._stage: Job[Staged] | None = None
+        self._base = -1  # generation at which staging read the live bits
+        self._committed: int | None = None
+        self._dense: Job[dict[str, int]] | None = None
+        self._dense_target: int | None = None
+        self._audit: Job[dict[str, int]] | None = None
+        self.version: int | None = None
+
+    def describe(self) -> Reply:
+        """Tensors and fresh region digests of this rank, and the checkpoint tensors it does not hold."""
+        return {
+            "tensors": {n: {"dtype": t.dtype.name, "shape": list(t.shape)} for n, t in self.weights.tensors.items()},
+            "regions": self.weights.digests(),
+            "ignored": self.weights.ignored,
+            "aliases": self.weights.aliases,
+        }
+
+    def stage_begin(self, plan: Plan) -> Reply:
+        """Start staging; whatever was staged before is dropped. ConflictError while a commit is not settled."""
+        self._no_open_commit()
+        self.stage_drop()
+        self._base = self._generation
+
+        def work(job: Job[Staged]) -> Staged:
+            self._faults.at("stage")
+            return stage.stage(job, self._rank, self._ledger, plan)
+
+        self._stage = Job("delta-sync-stage", background.STAGING, work)
+        return {"state": "staging", "target": plan.target.version}
+
+    def stage_poll(self) -> Reply:
+        """Where staging (or a dense load) stands; sums once staged, fresh digests once loaded."""
+        if self._dense is not None:
+            return self._poll_dense(self._dense)
+        job = self._stage
+        if job is None:
+            return {"state": "idle"}
+        if job.error is not None:
+            return {"state": "failed", "error": _staging_error(job)}
+        if job.result is None:
+            return {"state": "staging", "object": job.object}
+        staged = job.result
+        state = "staged" if self._committed is None else "committed"
+        return {"state": state, "target": staged.target, "parts": staged.parts, "changed": staged.changed}
+
+    def stage_drop(self) -> Reply:
+        """Forget what is staged; ConflictError while a commit is not settled."""
+        self._no_open_commit()
+        if self._stage is not None:
+            self._stage.cancel()
+        self._stage = None
+        return {"state": "idle"}
+
+    def commit(self, target: int) -> Reply:
+        """Swap the staged version in; ConflictError unless it is staged against the bits that are live now."""
+        staged = self._staged(target)
+        if self._committed is not None or self._base != self._generation:
+            raise ConflictError(
+                f"commit of version {target}", expected="staged on the live bits", got="live bits moved"
+            )
+        self._faults.at("commit")
+        self._swap(staged, lambda: self._faults.at("commit_half"))
+        self._committed = target
+        return {"state": "committed", "generation": self._generation}
+
+    def undo(self, target: int) -> Reply:
+        """Swap back; does nothing where this version was not committed, so every rank may be told."""
+        self._faults.at("undo")
+        if self._committed is None:
+            return {"state": "unchanged", "generation": self._generation}
+        staged = self._staged(target)
+        self._swap(staged, lambda: None)
+        self._committed = None
+        self._base = self._generation  # exactly the bits that staging read are live again
+        return {"state": "staged", "generation": self._generation}
+
+    def settle(self, target: int) -> Reply:
+        """Free the undo buffer: the version is live for good."""
+        self._faults.at("settle")
+        if self._committed != target:
+            raise ConflictError(f"settling version {target}", expected="it to be committed", got=self._committed)
+        self._committed, self._stage, self.version = None, None, target
+        return {"state": "idle", "version": target}
+
+    def load_dense(self, plan: Plan) -> Reply:
+        """Start overwriting live weights with a plan's target; the engine must be paused, and verify afterwards."""
+        self.stage_drop()
+        self._generation += 2
+        self._dense_target = plan.target.version
+
+        def work(job: Job[dict[str, int]]) -> dict[str, int]:
+            folded = stage.fold_plan(job, self._rank, self._ledger, plan, self._rank.stage_bytes)
+            with self._device.reading():
+                return load_dense(job, self.weights, self._ledger, plan, folded)
+
+        self._dense = Job("delta-sync-load", 0, work)
+        return {"state": "loading", "target": plan.target.version}
+
+    def audit_begin(self) -> Reply:
+        """Start a full scan; a running one is dropped."""
+        if self._audit is not None:
+            self._audit.cancel()
+        self._audit = Job(
+            "delta-sync-audit",
+            background.AUDITING,
+            lambda job: scan(job, self.weights, self._device, lambda: self._generation),
+        )
+        return {"state": "running"}
+
+    def audit_poll(self) -> Reply:
+        """Where the scan stands; every region's digest once it is done."""
+        job = self._audit
+        if job is None:
+            return {"state": "idle"}
+        if job.error is not None:
+            raise job.error
+        if job.result is None:
+            return {"state": "running"}
+        return {"state": "done", "regions": job.result, "generation": self._generation}
+
+    def read_tensor(self, name: str) -> Reply:
+        """This rank's live bits of a tensor: region key -> row-major little-endian bytes of that region."""
+        regions = self.weights.regions.get(self.weights.aliases.get(name, name), [])
+        if not regions and name not in self.weights.known:
+            raise MappingError(f"tensor {name!r}", expected="a tensor of the served model", got="an unknown name")
+        boxes = {}
+        for region in regions:
+            live = self.weights.storages[region.storage]
+            boxes[region.key] = live.read_box(region.shape, region.dst_offset, region.dst_strides).tobytes()
+        return {"name": name, "regions": boxes}
+
+    def _swap(self, staged: Staged, between: Any) -> None:
+        self._generation += 1
+        try:
+            staged.swap.swap(between)
+        finally:
+            self._generation += 1
+
+    def _staged(self, target: int) -> Staged:
+        staged = self._stage.result if self._stage is not None else None
+        if staged is None or staged.target != target:
+            got = "nothing" if staged is None else f"version {staged.target}"
+            raise ConflictError(f"version {target}", expected="it to be staged", got=got)
+        return staged
+
+    def _no_open_commit(self) -> None:
+        if self._committed is not None:
+            raise ConflictError("staging", expected="a settled commit", got=f"version {self._committed} unsettled")
+        if self._dense is not None and self._dense.running:
+            raise ConflictError("staging", expected="no dense load", got=f"one of version {self._dense_target} running")
+        self._dense = None
+
+    def _poll_dense(self, job: Job[dict[str, int]]) -> Reply:
+        if job.error is not None:
+            return {"state": "failed", "error": background.describe(job.error, job.object)}
+        if job.result is None:
+            return {"state": "loading", "target": self._dense_target}
+        return {"state": "loaded", "target": self._dense_target, "regions": job.result}
+
+
+def _staging_error(job: Job[Staged]) -> Reply:
+    assert job.error is not None
+    error = background.describe(job.error, job.object)
+    return error | {"kind": "anchor_too_large"} if isinstance(job.error, StageTooLargeError) else error

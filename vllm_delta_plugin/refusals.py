@@ -1,0 +1,45 @@
+"""Configurations in which live weights are not what a checkpoint's bits would be, refused by name at attach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from delta_sync.errors import MappingError
+
+_LOAD_FORMATS = {"auto", "hf", "safetensors", "fastsafetensors", "runai_streamer", "instanttensor", "dummy"}
+
+
+def check_config(config: Any) -> None:
+    """MappingError naming the setting of this VllmConfig that deltas cannot be served with, and what to do."""
+    for what, got, remedy in _found(config):
+        raise MappingError(what, expected="off", got=got, remedy=remedy)
+
+
+def _found(config: Any) -> list[tuple[str, object, str]]:
+    found: list[tuple[str, object, str]] = []
+
+    def refuse(what: str, got: object, remedy: str) -> None:
+        if got:
+            found.append((what, got, remedy))
+
+    model, load, parallel = config.model_config, config.load_config, config.parallel_config
+    load_format = str(getattr(load.load_format, "value", load.load_format))
+    refuse("quantization", model.quantization, "serve the unquantised checkpoint")
+    refuse("LoRA", config.lora_config and "enabled", "merge adapters while training, serve without --enable-lora")
+    refuse("sleep mode", getattr(model, "enable_sleep_mode", False), "serve without --enable-sleep-mode")
+    refuse("expert load balancing", getattr(parallel, "enable_eplb", False), "serve without --enable-eplb")
+    refuse("weight offload", _offload(config), "serve without CPU offload")
+    if load_format not in _LOAD_FORMATS:
+        refuse("load format", load_format, f"use one of {', '.join(sorted(_LOAD_FORMATS))}")
+    return found
+
+
+def _offload(config: Any) -> object:
+    """GiB or groups of weights kept off the device; the setting moved between vLLM releases."""
+    places = (
+        getattr(config, "cache_config", None),
+        getattr(getattr(config, "offload_config", None), "uva", None),
+        getattr(getattr(config, "offload_config", None), "prefetch", None),
+    )
+    names = ("cpu_offload_gb", "offload_group_size")
+    return next((value for place in places for name in names if (value := getattr(place, name, 0))), 0)

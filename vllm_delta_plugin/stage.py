@@ -1,0 +1,68 @@
+"""Staging one version in the background: fetch, verify, decode, fold, map, read old bits, sum up, bring near."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from delta_sync.tensor_delta import TensorDelta
+from vllm_delta_plugin.anchor_diff import stage_anchor
+from vllm_delta_plugin.background import Job
+from vllm_delta_plugin.chain import Folded, drop_aliases, fold_chain
+from vllm_delta_plugin.commit import Device, Swap
+from vllm_delta_plugin.coverage import WeightMap
+from vllm_delta_plugin.staged import StageBuilder, check_delta
+
+if TYPE_CHECKING:
+    from delta_sync.ledger import Ledger
+    from delta_sync.plan import Plan
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A version this rank can commit: its swap, the digest change of each region, how many elements change."""
+
+    target: int
+    swap: Swap
+    parts: dict[str, int]
+    changed: int
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What staging needs to know of this rank; ``limit`` caps staged bytes (None: a share of free memory)."""
+
+    weights: WeightMap
+    device: Device
+    only_rank: bool
+    limit: int | None = None
+
+    @property
+    def stage_bytes(self) -> int:
+        """The cap that holds now."""
+        return self.device.staging_limit() if self.limit is None else self.limit
+
+
+def stage(job: Job[Staged], rank: Rank, ledger: Ledger, plan: Plan) -> Staged:
+    """Prepare ``plan`` without touching live weights; any error of delta_sync, Cancelled if dropped meanwhile."""
+    limit = rank.stage_bytes
+    folded = fold_plan(job, rank, ledger, plan, limit)
+    builder = StageBuilder(rank.weights, limit)
+    with rank.device.reading():
+        if plan.start == "anchor":
+            stage_anchor(job, builder, ledger, plan, folded)
+        else:
+            builder.add_deltas(folded)
+    job.check()
+    return Staged(plan.target.version, rank.device.prepare(builder.updates()), builder.parts, builder.changed)
+
+
+def fold_plan(job: Job[Any], rank: Rank, ledger: Ledger, plan: Plan, limit: int) -> Folded:
+    """The plan's deltas, one folded change per tensor, tied names dropped."""
+
+    def check(delta: TensorDelta) -> None:
+        check_delta(rank.weights, delta, only_rank=rank.only_rank)
+
+    folded = fold_chain(ledger, plan.deltas, check, limit, job.reading)
+    drop_aliases(folded, rank.weights.aliases)
+    return folded

@@ -13,6 +13,9 @@ def register() -> None:
 
     Raises SeamError, naming the seam, if this vLLM no longer has a place the plugin needs.
     """
+    from vllm_delta_plugin.compat import kernel_scan
+
+    kernel_scan.install()
     if "vllm.engine.arg_utils" in sys.modules:
         from vllm_delta_plugin.compat import cli
 

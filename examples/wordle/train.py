@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,15 +88,19 @@ def way_to_play(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
 
 
 class LogToFile(TrainerCallback):
-    """Every logged row as a line of JSON."""
+    """Every logged row as a line of JSON, with the unix time of its last optimizer step."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._stepped_at = path, 0.0
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self._stepped_at = time.time()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if state.is_world_process_zero:
             with self._path.open("a") as file:
-                file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+                row = {"step": state.global_step, "stepped_at": self._stepped_at, **(logs or {})}
+                file.write(json.dumps(row) + "\n")
 
 
 def parse_args() -> argparse.Namespace:

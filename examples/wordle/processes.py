@@ -1,0 +1,146 @@
+"""Child processes that never outlive the demo: each in a process group of its own, each with a log."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Self
+
+POLL = 0.2  # seconds
+LOG_LINES = 30
+
+
+class ProcessFailed(RuntimeError):
+    """A child process ended or hung when it should not have; the message names its log and ends with its last lines."""
+
+
+@dataclass
+class Child:
+    name: str
+    log: Path
+    process: subprocess.Popen[bytes]
+    file: IO[bytes]
+
+    def tail(self, lines: int = LOG_LINES) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def failed(self, problem: str) -> ProcessFailed:
+        return ProcessFailed(f"{self.name} {problem}. Its log, {self.log}, ends with:\n{self.tail()}")
+
+
+class Processes:
+    """Starts children and, on leaving the `with`, ends all of them and everything they started."""
+
+    def __init__(self, logs: Path, grace: float = 15.0) -> None:
+        self._logs, self._grace = logs, grace
+        self._children: list[Child] = []
+
+    def __enter__(self) -> Self:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with _signals_ignored():  # a second Ctrl-C must not cut the cleaning up short; it lasts `grace` at most
+            self.stop()
+
+    def start(self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
+        """Start `command` in a new process group with `env` added to the environment; output goes to NAME.log."""
+        log = self._logs / f"{name}.log"
+        file = log.open("wb")
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
+        self._children.append(Child(name, log, process, file))
+        return self._children[-1]
+
+    def check(self, may_end: Child | None = None) -> None:
+        """Raise ProcessFailed if a child has ended that should be running, or `may_end` ended with an error."""
+        for child in self._children:
+            code = child.process.poll()
+            if code is not None and (child is not may_end or code != 0):
+                raise child.failed(f"ended with exit code {code}")
+
+    def wait_until(self, ready: Callable[[], bool], child: Child, timeout: float, tick: Callable[[], None]) -> None:
+        """Call `ready` until it says so, and `tick` in between; ProcessFailed if a child ends or `timeout` passes."""
+        deadline = time.monotonic() + timeout
+        while not ready():
+            self.check()
+            if time.monotonic() > deadline:
+                raise child.failed(f"was not ready within {timeout:g} s")
+            tick()
+            time.sleep(POLL)
+
+    def stop(self) -> None:
+        """SIGTERM to every group, and SIGKILL to those with a member left after `grace` seconds."""
+        for child in reversed(self._children):
+            _signal_group(child, signal.SIGTERM)
+        deadline = time.monotonic() + self._grace
+        while time.monotonic() < deadline and any(_alive(child) for child in self._children):
+            time.sleep(POLL / 4)
+        for child in self._children:
+            _signal_group(child, signal.SIGKILL)
+            child.process.wait()
+            child.file.close()
+        self._children.clear()
+
+
+def _signal_group(child: Child, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # the whole group is gone
+        os.killpg(child.process.pid, number)
+
+
+def _alive(child: Child) -> bool:
+    """Whether any process of the group is left, the child's own children included."""
+    child.process.poll()
+    try:
+        os.killpg(child.process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _signals_ignored() -> Iterator[None]:
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def signals_as_exceptions() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that they clean up as Ctrl-C does."""
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def free_ports(count: int) -> list[int]:
+    """Different TCP ports that nobody on this host listens on right now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from examples.wordle.stream import Stream
@@ -13,7 +14,7 @@ from examples.wordle.watch import Commit
 
 def token_gaps(streams: Sequence[Stream]) -> list[float]:
     """Milliseconds between neighbouring tokens of one stream, over all streams."""
-    return [1000 * (b - a) for stream in streams for a, b in zip(stream.times, stream.times[1:], strict=False)]
+    return [1000 * (b - a) for stream in streams for a, b in pairwise(stream.times)]
 
 
 def gap_at(commit: Commit, streams: Sequence[Stream]) -> float | None:
@@ -22,9 +23,9 @@ def gap_at(commit: Commit, streams: Sequence[Stream]) -> float | None:
         times = stream.times
         if not spans(stream, commit):
             continue
-        first = bisect_right(times, commit.before) - 1
-        last = bisect_left(times, commit.after)
-        return max(1000 * (b - a) for a, b in zip(times[first:last], times[first + 1 : last + 1], strict=True))
+        first, last = bisect_right(times, commit.before) - 1, bisect_left(times, commit.after)
+        pairs = zip(times[first:last], times[first + 1 : last + 1], strict=True)
+        return max((1000 * (b - a) for a, b in pairs), default=0.0)
     return None
 
 

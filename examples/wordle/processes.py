@@ -14,8 +14,11 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Self
 
+import psutil
+
 POLL = 0.2  # seconds
 LOG_LINES = 30
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class ProcessFailed(RuntimeError):
@@ -39,8 +42,8 @@ class Child:
 class Processes:
     """Starts children and, on leaving the `with`, ends all of them and everything they started."""
 
-    def __init__(self, logs: Path, grace: float = 15.0) -> None:
-        self._logs, self._grace = logs, grace
+    def __init__(self, logs: Path, cwd: Path, grace: float = 15.0) -> None:
+        self._logs, self._cwd, self._grace = logs, cwd, grace
         self._children: list[Child] = []
 
     def __enter__(self) -> Self:
@@ -48,7 +51,7 @@ class Processes:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        with _signals_ignored():  # a second Ctrl-C must not cut the cleaning up short; it lasts `grace` at most
+        with _handling(signal.SIG_IGN):  # Ctrl-C must not cut the cleaning up short; it lasts `grace` at most
             self.stop()
 
     def start(self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
@@ -61,23 +64,32 @@ class Processes:
             stdout=file,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(env or {})},
+            cwd=self._cwd,
             start_new_session=True,
         )
         self._children.append(Child(name, log, process, file))
         return self._children[-1]
 
-    def check(self, may_end: Child | None = None) -> None:
-        """Raise ProcessFailed if a child has ended that should be running, or `may_end` ended with an error."""
+    def check(self, may_end: str | None = None) -> None:
+        """Raise ProcessFailed if a child has ended that should be running, or the one named `may_end` with an error."""
         for child in self._children:
             code = child.process.poll()
-            if code is not None and (child is not may_end or code != 0):
+            if code is not None and (child.name != may_end or code != 0):
                 raise child.failed(f"ended with exit code {code}")
 
-    def wait_until(self, ready: Callable[[], bool], child: Child, timeout: float, tick: Callable[[], None]) -> None:
-        """Call `ready` until it says so, and `tick` in between; ProcessFailed if a child ends or `timeout` passes."""
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        child: Child,
+        timeout: float,
+        *,
+        tick: Callable[[], None] = lambda: None,
+        may_end: str | None = None,
+    ) -> None:
+        """Ask `ready` until it says so, with `tick` in between; ProcessFailed if a child ends or `timeout` passes."""
         deadline = time.monotonic() + timeout
         while not ready():
-            self.check()
+            self.check(may_end)
             if time.monotonic() > deadline:
                 raise child.failed(f"was not ready within {timeout:g} s")
             tick()
@@ -88,7 +100,8 @@ class Processes:
         for child in reversed(self._children):
             _signal_group(child, signal.SIGTERM)
         deadline = time.monotonic() + self._grace
-        while time.monotonic() < deadline and any(_alive(child) for child in self._children):
+        groups = {child.process.pid for child in self._children}
+        while time.monotonic() < deadline and any(_members(groups)):
             time.sleep(POLL / 4)
         for child in self._children:
             _signal_group(child, signal.SIGKILL)
@@ -102,39 +115,35 @@ def _signal_group(child: Child, number: signal.Signals) -> None:
         os.killpg(child.process.pid, number)
 
 
-def _alive(child: Child) -> bool:
-    """Whether any process of the group is left, the child's own children included."""
-    child.process.poll()
-    try:
-        os.killpg(child.process.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def _members(groups: set[int]) -> Iterator[psutil.Process]:
+    """The processes of these groups that still run; a zombie that nobody reaps (PID 1 of some containers) does not."""
+    for process in psutil.process_iter(["status"]):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it ended meanwhile; it is somebody else's
+            if os.getpgid(process.pid) in groups and process.info["status"] != psutil.STATUS_ZOMBIE:
+                yield process
 
 
 @contextlib.contextmanager
-def _signals_ignored() -> Iterator[None]:
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+def _handling(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in ENDING}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 @contextlib.contextmanager
 def signals_as_exceptions() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that they clean up as Ctrl-C does."""
+    """Turn the first SIGINT, SIGTERM or SIGHUP into KeyboardInterrupt and ignore later ones: they'd cut cleaning up."""
 
     def interrupt(number: int, _: FrameType | None) -> None:
+        for ending in ENDING:
+            signal.signal(ending, signal.SIG_IGN)
         raise KeyboardInterrupt(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with _handling(interrupt):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def free_ports(count: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def _draw_timeline(
     start = min((times[0] for times in streams if times), default=0.0)
     figure, axes = _figure("Pauses between tokens of the open stream", "seconds", "ms since the token before")
     for times in streams:
-        gaps = [1000 * (b - a) for a, b in zip(times, times[1:], strict=False)]
+        gaps = [1000 * (b - a) for a, b in pairwise(times)]
         axes.plot([t - start for t in times[1:]], gaps, linewidth=0.7, color="tab:blue")
     for commit in commits:
         axes.axvline(commit["after"] - start, color="tab:orange", linewidth=1, alpha=0.8)

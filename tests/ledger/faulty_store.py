@@ -1,4 +1,4 @@
-"""A store that fails once, at a chosen call, with or without having done what was asked."""
+"""A store that fails once, at a chosen call, with or without having done what was asked; or lets another act first."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class FaultyStore(Store):
     def __init__(self, inner: Store) -> None:
         self.inner, self.uri = inner, inner.uri
         self.calls = 0
-        self.fault: Fault | None = None
+        self.fault: Fault | Callable[[], object] | None = None
         self.countdown = 0
         self.names: list[str] = []
 
-    def arm(self, countdown: int, fault: Fault) -> None:
-        """Fail at the ``countdown``-th call from now (0 is the next)."""
+    def arm(self, countdown: int, fault: Fault | Callable[[], object]) -> None:
+        """Fail at the ``countdown``-th call from now (0 is the next), or do something else just before it."""
         self.countdown, self.fault = countdown, fault
 
     def disarm(self) -> None:
@@ -42,6 +42,9 @@ class FaultyStore(Store):
         if self.countdown >= 0:
             return act()
         fault, self.fault = self.fault, None
+        if callable(fault):
+            fault()
+            return act()
         if fault in ("lose", "die after"):
             act()
         if fault in ("refuse", "lose"):

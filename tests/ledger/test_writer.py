@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import replace
 
 import pytest
-from faulty_store import FaultyStore
+from faulty_store import Died, FaultyStore
 from tiny_run import SHAPES, TOTAL, TinyRun, attach, changed, commit_delta, commit_origin, first_bits, states
 
 from delta_sync import (
@@ -288,6 +289,30 @@ def test_attaching_again_heals_and_leaves_no_leftovers(run, tmp_path):
     attach(run.writer, manifest, run.now, tmp_path / "one")
     names = [info.key.removeprefix(folder) for info in run.store.list(folder)]
     assert names == ["anchor.json", "config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("replacing", [False, True])
+@pytest.mark.parametrize("fault", ["die before", "die after"])
+def test_an_interrupted_anchor_is_no_anchor(memory, tmp_path, fault, replacing):
+    """Whatever call the trainer dies at, a reader finds no anchor, a complete one, or notices."""
+    for call in range(20):
+        memory.clear()
+        faulty = FaultyStore(memory)
+        run = TinyRun(faulty)
+        manifest = run.origin()
+        if replacing:
+            attach(run.writer, manifest, run.now, tmp_path / f"first-{call}", shard_bytes=10)
+        faulty.arm(call, fault)
+        with contextlib.suppress(Died):
+            attach(run.writer, manifest, run.now, tmp_path / f"second-{call}")
+        record = Ledger(memory).anchor(manifest)
+        if record is not None:
+            found = {name: bits for name, _, _, bits in iter_anchor_tensors(Ledger(memory), record)}
+            assert all((found[name] == run.now[name]).all() for name in SHAPES)
+        if faulty.fault is not None:
+            break
+    assert faulty.fault is not None, "more calls than expected"
+    assert record is not None
 
 
 def test_a_damaged_anchor_record_gives_way_to_an_older_anchor(run, tmp_path):

@@ -124,27 +124,31 @@ def iter_anchor_tensors(
 ) -> Iterator[Tensor]:
     """An anchor's tensors as (name, dtype, shape, bits ``[n]``, read-only); only those named in ``wanted``, if given.
 
-    Reads one shard at a time, whole, and checks its sha256 before handing on any of it; so memory holds one shard
-    (about 1 GiB, or one tensor if that is larger), plus what the caller keeps: ``bits`` are views that keep their
-    shard alive. Shards with nothing wanted are not read where an index says so. Never looks at config, tokenizer or
-    code. IntegrityError if a shard, or the set of tensors, is not what the record promises; FormatError.
+    Reads one shard at a time, whole, and checks its sha256 before handing on any of it. So memory holds one shard
+    (about 1 GiB, or one tensor if that is larger), and a second one only while the caller still keeps a tensor of the
+    one before: ``bits`` are views that keep their shard alive. Shards with nothing wanted are not read where an index
+    says so. Never looks at config, tokenizer or code. IntegrityError if a shard, or the set of tensors, is not what
+    the record promises; FormatError.
     """
     left = set(record.tensors) if wanted is None else set(wanted)
     if unknown := left - record.tensors.keys():
         raise IntegrityError("anchor", expected=f"tensors {sorted(unknown)[:3]}", got="a record without them")
     for ref in _shards(ledger, record, left):
-        for name, kind, shape, bits in parse_shard(ledger.read_object(ref), ref.key, ledger.limits):
-            state = record.tensors.get(name)
-            if state is None or (state.dtype, state.shape) != (kind.name, shape):
-                expected = "no such tensor" if state is None else f"{state.dtype} {list(state.shape)}"
-                raise IntegrityError(
-                    f"tensor {name!r} in {ref.key}", expected=expected, got=f"{kind.name} {list(shape)}"
-                )
-            if name in left:
-                left.remove(name)
-                yield name, kind, shape, bits
+        yield from _wanted_of(ledger, record, ref, left)
     if left:
         raise IntegrityError(f"anchor {record.version}", expected=f"tensors {sorted(left)[:3]}", got="shards without")
+
+
+def _wanted_of(ledger: Ledger, record: AnchorRecord, ref: ObjectRef, left: set[str]) -> Iterator[Tensor]:
+    """One shard's tensors that are still wanted; a function of its own, so that its shard is freed when it ends."""
+    for name, kind, shape, bits in parse_shard(ledger.read_object(ref), ref.key, ledger.limits):
+        state = record.tensors.get(name)
+        if state is None or (state.dtype, state.shape) != (kind.name, shape):
+            expected = "no such tensor" if state is None else f"{state.dtype} {list(state.shape)}"
+            raise IntegrityError(f"tensor {name!r} in {ref.key}", expected=expected, got=f"{kind.name} {list(shape)}")
+        if name in left:
+            left.remove(name)
+            yield name, kind, shape, bits
 
 
 def _shards(ledger: Ledger, record: AnchorRecord, wanted: set[str]) -> list[ObjectRef]:

@@ -1,4 +1,4 @@
-"""The processes of test_processes.py: ``write FOLDER LOG`` until killed, ``read FOLDER LOG STOP`` until told to stop."""
+"""The processes of test_processes.py: ``write FOLDER LOG`` until killed, ``read FOLDER LOG STOP`` until told so."""
 
 from __future__ import annotations
 

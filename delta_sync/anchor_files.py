@@ -22,14 +22,16 @@ if TYPE_CHECKING:
     from delta_sync.ledger import Ledger
 
 SHARD_BYTES = 1024**3
-HEADER_BYTES = 128 * 1024  # reserved in front of each shard, so that one pass is enough; the rest stays blank
+HEADER_BYTES = 128 * 1024  # reserved in front of each shard so that one pass is enough; what is left stays blank
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 Bits = npt.NDArray[np.unsignedinteger]
 Tensor = tuple[str, DType, tuple[int, ...], Bits]
 
 
-def write_anchor_files(folder: Path, tensors: Iterable[Tensor], *, shard_bytes: int = SHARD_BYTES) -> dict[str, Path]:
+def write_anchor_files(
+    folder: Path, tensors: Iterable[Tensor], *, shard_bytes: int = SHARD_BYTES, header_bytes: int = HEADER_BYTES
+) -> dict[str, Path]:
     """Write (name, dtype, shape, bits ``[n]``) as shards of at most about ``shard_bytes`` bytes; name -> path.
 
     One shard is ``model.safetensors``, several are ``model-0000k-of-0000n.safetensors`` with their index. Holds no
@@ -44,7 +46,7 @@ def write_anchor_files(folder: Path, tensors: Iterable[Tensor], *, shard_bytes: 
             if not shards or not shards[-1].fits(tensor, shard_bytes):
                 if shards:
                     shards[-1].close()
-                shards.append(_Shard(folder / f"shard-{len(shards) + 1}.part"))
+                shards.append(_Shard(folder / f"shard-{len(shards) + 1}.part", header_bytes))
             shards[-1].add(tensor)
     finally:
         if shards:
@@ -57,18 +59,18 @@ def write_anchor_files(folder: Path, tensors: Iterable[Tensor], *, shard_bytes: 
 class _Shard:
     """One safetensors file being written: blank header space first, then data, then the header."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, header_bytes: int) -> None:
+        self.path, self.header_bytes = path, header_bytes
         self.entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self.size = 0
         self._header = 64
         self._file = path.open("wb")
-        self._file.write(b" " * (8 + HEADER_BYTES))
+        self._file.write(b" " * (8 + header_bytes))
 
     def fits(self, tensor: Tensor, shard_bytes: int) -> bool:
         """Whether the tensor may follow: size, header space, and its alignment, which loaders need."""
         name, kind, shape, bits = tensor
-        room = HEADER_BYTES - self._header >= _entry_bytes(name, shape)
+        room = self.header_bytes - self._header >= _entry_bytes(name, shape)
         return room and self.size % kind.itemsize == 0 and (self.size == 0 or self.size + bits.nbytes <= shard_bytes)
 
     def add(self, tensor: Tensor) -> None:
@@ -85,7 +87,7 @@ class _Shard:
         with self._file:
             text = json.dumps(self.entries, separators=(",", ":")).encode()
             self._file.seek(0)
-            self._file.write(struct.pack("<Q", HEADER_BYTES) + text)
+            self._file.write(struct.pack("<Q", self.header_bytes) + text)
 
 
 def _entry_bytes(name: str, shape: tuple[int, ...]) -> int:

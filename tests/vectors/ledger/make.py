@@ -1,0 +1,147 @@
+"""Writes the golden run: ``python make.py FOLDER`` (refuses an existing one: golden files are added, never replaced).
+
+Two trainers: epoch 1 publishes versions 1 to 3, and a late version 4 that loses; epoch 2 resumes with version 4.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from delta_sync import (
+    DEFAULT_CODEC,
+    AnchorRecord,
+    DeltaHeader,
+    Manifest,
+    ObjectRef,
+    TensorState,
+    diff,
+    digest,
+    dtype,
+    encode_delta,
+    model_fingerprint,
+    state_digest,
+    tensor_key,
+)
+from delta_sync.ack import Ack
+from delta_sync.anchor_files import write_anchor_files
+from delta_sync.records import Epoch, Head
+from delta_sync.store import LocalStore
+from delta_sync.store.keys import HEAD, anchor_folder, anchor_key, delta_key
+
+RUN = "golden-run"
+DTYPES = {"größe.weight": "F32", "layer.weight": "BF16", "scale": "F8_E4M3"}
+SHAPES = {"größe.weight": (3,), "layer.weight": (2, 4), "scale": ()}
+FIRST = {
+    "größe.weight": [0x00000000, 0x80000000, 0x7FC00001],  # 0, -0, a NaN
+    "layer.weight": [0x3F80, 0xBF80, 0x0001, 0x8001, 0x7F80, 0xFF80, 0x0000, 0x8000],
+    "scale": [0x38],
+}
+Bits = dict[str, np.ndarray]
+
+
+def bits_of(values: dict[str, list[int]]) -> Bits:
+    return {name: np.array(value, dtype(DTYPES[name]).carrier) for name, value in values.items()}
+
+
+def states(bits: Bits) -> dict[str, TensorState]:
+    return {n: TensorState(DTYPES[n], SHAPES[n], digest(bits[n], tensor_key(n))) for n in sorted(bits)}
+
+
+class Golden:
+    def __init__(self, folder: Path) -> None:
+        self.store = LocalStore(folder)
+        self.expected: dict[str, object] = {}
+
+    def claim(self, epoch: int, writer: str) -> None:
+        self.epoch, self.writer = epoch, writer
+        claim = Epoch(RUN, epoch, writer, 1000.0 * epoch)
+        self.store.create(claim.key, claim.to_bytes())
+
+    def manifest(self, parent: Manifest | None, old: Bits | None, new: Bits, extra: dict[str, object]) -> Manifest:
+        version = parent.version + 1 if parent else 1
+        names = [] if old is None else [name for name in sorted(new) if not np.array_equal(old[name], new[name])]
+        deltas = [diff(name, dtype(DTYPES[name]), SHAPES[name], old[name], new[name]) for name in names]
+        objects = []
+        if deltas:
+            data = encode_delta(DeltaHeader(RUN, version, version - 1, DEFAULT_CODEC), deltas)
+            sha256 = hashlib.sha256(data).hexdigest()
+            objects = [ObjectRef(delta_key(version, self.epoch, sha256), len(data), sha256)]
+            self.store.put(objects[0].key, data)
+        every = states(new)
+        manifest = Manifest(
+            run=RUN, epoch=self.epoch, writer=self.writer, version=version, kind="origin" if old is None else "delta",
+            base_version=None if old is None else version - 1, parent=parent.sha256 if parent else None,
+            steps=(10 * version - 9, 10 * version), objects=tuple(objects),
+            tensors=every if old is None else {name: every[name] for name in names},
+            state_digest=state_digest(every), model_fingerprint=model_fingerprint(every),
+            changed_elements=sum(delta.changed for delta in deltas), total_elements=12,
+            codec=DEFAULT_CODEC if deltas else None, prompt_cache="all", created_at=1000.5 + version, extra=extra,
+        )  # fmt: skip
+        self.store.create(manifest.key, manifest.to_bytes())
+        hint = Head(RUN, self.epoch, self.writer, version, manifest.sha256)
+        self.store.put(HEAD, hint.to_bytes())
+        self.expected[manifest.sha256] = {
+            "key": manifest.key,
+            "bits": {name: [f"{int(value):0{2 * new[name].itemsize}x}" for value in new[name]] for name in sorted(new)},
+        }
+        return manifest
+
+    def anchor(self, manifest: Manifest, bits: Bits) -> None:
+        folder = anchor_folder(manifest.version, manifest.epoch)
+        tensors = [(name, dtype(DTYPES[name]), SHAPES[name], bits[name]) for name in sorted(bits)]
+        with tempfile.TemporaryDirectory() as scratch:
+            files = write_anchor_files(Path(scratch), tensors, shard_bytes=20, header_bytes=512)
+            contents = {name: path.read_bytes() for name, path in files.items()} | {"config.json": b"{}\n"}
+        refs = []
+        for name, data in sorted(contents.items()):
+            self.store.put(folder + name, data)
+            refs.append(ObjectRef(folder + name, len(data), hashlib.sha256(data).hexdigest()))
+        record = AnchorRecord(
+            manifest.version, manifest.epoch, manifest.sha256, manifest.state_digest, tuple(refs), states(bits), 2000.25
+        )
+        self.store.put(anchor_key(manifest.version, manifest.epoch), record.to_bytes())
+
+
+def make(folder: Path) -> None:
+    golden = Golden(folder / "run")
+    golden.claim(1, "trainer-a")
+    bits = [bits_of(FIRST)]
+    for name, index, value in (("layer.weight", 0, 0x3F81), ("größe.weight", 1, 0), ("scale", 0, 0xB8)):
+        bits.append({**bits[-1], name: bits[-1][name].copy()})
+        bits[-1][name][index] = value
+    bits[2]["layer.weight"] = bits[2]["layer.weight"].copy()
+    bits[2]["layer.weight"][7] = 0x0000  # version 3 changes two tensors
+    bits[3]["layer.weight"] = bits[2]["layer.weight"]
+    first = golden.manifest(None, None, bits[0], {})
+    golden.anchor(first, bits[0])
+    second = golden.manifest(first, bits[0], bits[1], {"future": {"kept": [1, 2.5, None, "ü"]}})
+    third = golden.manifest(second, bits[1], bits[2], {})
+    golden.manifest(third, bits[2], bits[3], {})
+    golden.claim(2, "trainer-b")
+    resumed_bits = bits_of({**FIRST, "scale": [0x01]})
+    resumed = golden.manifest(third, None, resumed_bits, {})
+    golden.anchor(resumed, resumed_bits)
+    after = {**resumed_bits, "layer.weight": resumed_bits["layer.weight"] ^ np.uint16(1)}
+    newest = golden.manifest(resumed, resumed_bits, after, {})
+    empty = golden.manifest(newest, after, after, {})
+    live = Ack("replica-0", empty.version, empty.sha256, 2, "live", None, None, None, None, 3000.0)
+    refused = Ack(
+        "replica-1", resumed.version, resumed.sha256, 2, "refused", newest.version, newest.objects[0].key,
+        "IntegrityError", "sha256 of object: expected …, got …", 3000.5,
+    )  # fmt: skip
+    for ack in (live, refused):
+        golden.store.put(ack.key, ack.to_bytes())
+    expected = {"newest": empty.sha256, "versions": golden.expected, "dtypes": DTYPES, "shapes": SHAPES}
+    (folder / "expected.json").write_text(json.dumps(expected, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    target.mkdir(parents=True)
+    make(target)

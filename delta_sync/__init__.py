@@ -2,7 +2,7 @@
 
 from delta_sync.delta import apply, diff, fold, new_bits, raw
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, decode_delta, encode_delta
-from delta_sync.digest import digest, digest_change, digest_region, model_fingerprint, state_digest, tensor_key
+from delta_sync.digest import digest_change, digest_region, model_fingerprint, state_digest, tensor_key
 from delta_sync.dtypes import DTYPES, DType, dtype
 from delta_sync.errors import (
     ChainError,
@@ -43,7 +43,6 @@ __all__ = [
     "apply",
     "decode_delta",
     "diff",
-    "digest",
     "digest_change",
     "digest_region",
     "dtype",

@@ -36,3 +36,5 @@ def check(delta: TensorDelta) -> None:
     if bad >= 0:
         expected = f"strictly increasing positions below {size}"
         raise FormatError(what, expected=expected, got=f"{delta.positions[bad]} at index {bad}")
+    if delta.encoding == "ulp" and not delta.values.all():
+        raise FormatError(f"{what}: values", expected="ULP steps other than 0", got="a step of 0")

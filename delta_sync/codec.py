@@ -12,6 +12,7 @@ import numpy.typing as npt
 from delta_sync.bitmap import Bits
 from delta_sync.dtypes import DType
 from delta_sync.errors import FormatError
+from delta_sync.limits import Limits
 from delta_sync.tensor_delta import Encoding
 
 
@@ -51,11 +52,14 @@ class Codec(ABC):
         """The streams of one group."""
 
     @abstractmethod
-    def decode(self, group: Group, streams: Mapping[str, memoryview]) -> tuple[npt.NDArray[np.int64], Bits]:
+    def decode(
+        self, group: Group, streams: Mapping[str, memoryview], limits: Limits
+    ) -> tuple[npt.NDArray[np.int64], Bits]:
         """Positions and values of one group.
 
         The streams may hold anything: FormatError unless they hold exactly the group, with positions that
-        increase strictly within each tensor and no ULP step of zero. Allocates a small multiple of the result.
+        increase strictly within each tensor and no ULP step of zero. Allocates a small multiple of the result;
+        no stream may hold more than ``limits.decoded_bytes``.
         """
 
 

@@ -13,7 +13,7 @@ from delta_sync.bitmap import Bits, bits_of, masks, ordinal
 from delta_sync.checks import check
 from delta_sync.dtypes import DType
 from delta_sync.errors import FormatError
-from delta_sync.fold import fold
+from delta_sync.folding import fold
 from delta_sync.jit import compiled
 from delta_sync.tensor_delta import TensorDelta
 
@@ -24,18 +24,16 @@ _BLOCK = 64
 
 @compiled
 def _diff(old: Any, new: Any, sign: Any, flip: Any) -> Any:
-    """One pass: blocks without a change cost one compare; the others are searched without branches."""
+    """One pass: whole blocks are compared by vector instructions, those that differ searched without branches."""
     size = old.size
+    whole = size - size % _BLOCK
     capacity = size // 64 + _BLOCK
     positions = np.empty(capacity, np.int64)
     steps = np.empty(capacity, old.dtype)
     found = 0
     for start in range(0, size, _BLOCK):
         stop = min(start + _BLOCK, size)
-        differs = 0
-        for i in range(start, stop):
-            differs |= old[i] ^ new[i]
-        if differs == 0:
+        if start < whole and not _differs(old[start:stop], new[start:stop]):
             continue
         if found + _BLOCK > capacity:
             capacity *= 2
@@ -46,9 +44,17 @@ def _diff(old: Any, new: Any, sign: Any, flip: Any) -> Any:
             found += old[i] != new[i]
         for k in range(first, found):
             at = positions[k]
-            step = ordinal(np.uint64(new[at]), sign, flip) - ordinal(np.uint64(old[at]), sign, flip)
-            steps[k] = step
+            steps[k] = ordinal(np.uint64(new[at]), sign, flip) - ordinal(np.uint64(old[at]), sign, flip)
     return positions[:found].copy(), steps[:found].copy()
+
+
+@compiled
+def _differs(old: Any, new: Any) -> Any:
+    """Whether one whole block differs: a fixed length and an accumulator of the element's width vectorize."""
+    any_bit = old.dtype.type(0)
+    for i in range(_BLOCK):
+        any_bit = old.dtype.type(any_bit | (old[i] ^ new[i]))
+    return any_bit != 0
 
 
 @compiled

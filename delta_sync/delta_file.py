@@ -11,7 +11,7 @@ from delta_sync.codec import Codec, codec_named
 from delta_sync.container import read_container, write_container
 from delta_sync.delta_header import DeltaHeader, Entry, TableGroup, check_groups, from_metadata, to_metadata
 from delta_sync.errors import FormatError
-from delta_sync.fold import disjoint
+from delta_sync.folding import disjoint
 from delta_sync.gap_codec import DEFAULT_CODEC
 from delta_sync.gaps import slices
 from delta_sync.limits import DEFAULT_LIMITS, Limits
@@ -47,7 +47,7 @@ def decode_delta(data: bytes | memoryview, limits: Limits = DEFAULT_LIMITS) -> t
     expected = [f"{i}.{name}" for i, group in enumerate(table) for name in codec.stream_names(group.coded(str(i)))]
     if list(streams) != expected:
         raise FormatError("delta object streams", expected=str(expected)[:200], got=str(list(streams))[:200])
-    deltas = [delta for i, group in enumerate(table) for delta in _decode_group(codec, i, group, streams)]
+    deltas = [delta for i, group in enumerate(table) for delta in _decode_group(codec, i, group, streams, limits)]
     _check_disjoint(deltas)
     return header, deltas
 
@@ -73,11 +73,11 @@ def _table_group(deltas: Sequence[TensorDelta]) -> TableGroup:
 
 
 def _decode_group(
-    codec: Codec, index: int, group: TableGroup, streams: Mapping[str, memoryview]
+    codec: Codec, index: int, group: TableGroup, streams: Mapping[str, memoryview], limits: Limits
 ) -> Iterator[TensorDelta]:
     coded = group.coded(f"group {index}")
     own = {name: streams[f"{index}.{name}"] for name in codec.stream_names(coded)}
-    positions, values = codec.decode(coded, own)
+    positions, values = codec.decode(coded, own, limits)
     for entry, part in zip(group.entries, slices(coded.counts), strict=True):
         yield TensorDelta(entry.name, group.dtype, entry.shape, group.encoding, positions[part], values[part])
 

@@ -1,70 +1,47 @@
-"""ULP steps as zigzag numbers: one byte each, 255 escaping to an extension of the carrier's width.
+"""ULP steps as a sign bit and a size byte: size is the step's magnitude less one, 255 escaping to an extension.
 
-Zigzag puts small steps of either sign first: +1 is 2, -1 is 1, +2 is 4. Zero never occurs.
+Signs are as good as random, so they are packed, eight a byte, and left alone; sizes are mostly zero and compress well.
+A step of zero cannot be written.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 
 from delta_sync.bitmap import Bits
 from delta_sync.dtypes import DType
 from delta_sync.errors import FormatError
-from delta_sync.jit import compiled
 
 ESCAPE = 255
 
 
-@compiled
-def _zigzag(steps: Any, width: Any, low: Any, extension: Any) -> Any:
-    mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
-    used = 0
-    for i in range(steps.size):
-        step = np.uint64(steps[i])
-        negative = step >> np.uint64(width - 1)
-        zigzag = ((step << np.uint64(1)) ^ (mask if negative else np.uint64(0))) & mask
-        if zigzag < ESCAPE:
-            low[i] = zigzag
-        else:
-            low[i] = ESCAPE
-            extension[used] = zigzag
-            used += 1
-    return used
+def encode_steps(steps: Bits, dtype: DType) -> tuple[bytes, bytes, bytes]:
+    """The size, extension and sign streams of ULP steps, carrier ``[n]``, none of them zero."""
+    negative = steps >= np.asarray(1 << (8 * dtype.itemsize - 1), dtype.carrier)
+    sizes = np.where(negative, np.negative(steps), steps) - np.asarray(1, dtype.carrier)
+    low = np.minimum(sizes, ESCAPE).astype(np.uint8)
+    return low.tobytes(), sizes[low == ESCAPE].tobytes(), np.packbits(negative, bitorder="little").tobytes()
 
 
-@compiled
-def _unzigzag(low: Any, extension: Any, width: Any, steps: Any) -> Any:
-    """Returns how much of ``extension`` is used, or -1 if a step is zero, or escaped without need."""
-    mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
-    used = 0
-    for i in range(low.size):
-        zigzag = np.uint64(low[i])
-        if zigzag == ESCAPE:
-            if used == extension.size or extension[used] < ESCAPE:
-                return -1
-            zigzag = np.uint64(extension[used])
-            used += 1
-        if zigzag == 0:
-            return -1
-        steps[i] = (zigzag >> np.uint64(1)) ^ (mask if zigzag & np.uint64(1) else np.uint64(0))
-    return used
-
-
-def encode_steps(steps: Bits, dtype: DType) -> tuple[bytes, bytes]:
-    """The step and extension streams of ULP steps."""
-    low, extension = np.empty(steps.size, np.uint8), np.empty(steps.size, dtype.carrier)
-    used = _zigzag(steps, 8 * dtype.itemsize, low, extension)
-    return low.tobytes(), extension[:used].tobytes()
-
-
-def decode_steps(low: bytes, extension: bytes, dtype: DType, what: str) -> Bits:
-    """The inverse of ``encode_steps``; FormatError for a step of zero, or extensions that do not match."""
-    zigzag, more = np.frombuffer(low, np.uint8), np.frombuffer(extension, dtype.carrier)
-    steps = np.empty(zigzag.size, dtype.carrier)
-    used = int(_unzigzag(zigzag, more, 8 * dtype.itemsize, steps))
-    if used != more.size:
-        got = "a zero step or a needless or missing one" if used < 0 else used
-        raise FormatError(what, expected=f"steps that use {more.size} extensions", got=got)
+def decode_steps(low: bytes, extension: bytes, signs: bytes, dtype: DType, what: str) -> Bits:
+    """The inverse of ``encode_steps``; FormatError for extensions or signs that do not match the sizes."""
+    sizes = np.frombuffer(low, np.uint8).astype(dtype.carrier)
+    negative = np.unpackbits(np.frombuffer(signs, np.uint8), bitorder="little").view(np.bool_)
+    more = np.frombuffer(extension, dtype.carrier)
+    escaped = np.flatnonzero(sizes == ESCAPE)
+    if escaped.size != more.size:
+        raise FormatError(what, expected=f"{escaped.size} step extensions", got=more.size)
+    sizes[escaped] = more
+    if (more < ESCAPE).any() or (more >> (8 * dtype.itemsize - 1)).any():
+        expected = f"step extensions from {ESCAPE} up, of at most half the range"
+        raise FormatError(what, expected=expected, got=f"{int(more.min())} to {int(more.max())}")
+    if negative[sizes.size :].any():
+        raise FormatError(what, expected="zeros after the last sign bit", got="ones")
+    steps: Bits = sizes + np.asarray(1, dtype.carrier)
+    np.negative(steps, out=steps, where=negative[: steps.size])
     return steps
+
+
+def sign_bytes(count: int) -> int:
+    """Bytes that the signs of ``count`` steps take."""
+    return (count + 7) // 8

@@ -12,14 +12,13 @@ from delta_sync import (
     FormatError,
     MappingError,
     TensorState,
-    digest,
     digest_change,
     digest_region,
     model_fingerprint,
     state_digest,
     tensor_key,
 )
-from delta_sync.digest import mix
+from delta_sync.digest import digest, mix
 
 WORD = 2**64
 

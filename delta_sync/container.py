@@ -16,12 +16,16 @@ _LENGTH_BYTES = 8
 
 
 def write_container(metadata: Mapping[str, str], streams: Mapping[str, bytes]) -> bytes:
-    """One safetensors file: ``metadata`` in its header, each stream a flat U8 tensor, in the given order."""
+    """One safetensors file: ``metadata`` in its header, each stream a flat U8 tensor, in the given order.
+
+    FormatError if the metadata is not all Unicode strings.
+    """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
     for name, data in streams.items():
         header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [at, at + len(data)]}
         at += len(data)
+    _metadata(header["__metadata__"])
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)
     return b"".join([len(text).to_bytes(_LENGTH_BYTES, "little"), text, *streams.values()])
@@ -71,8 +75,9 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _metadata(value: object) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
-        raise FormatError("__metadata__", expected="a JSON object of strings", got=repr(value)[:100])
+    strings = [*value.keys(), *value.values()] if isinstance(value, dict) else [None]
+    if not isinstance(value, dict) or not all(isinstance(s, str) and is_text(s) for s in strings):
+        raise FormatError("__metadata__", expected="a JSON object of Unicode strings", got=ascii(value)[:100])
     return value
 
 
@@ -103,3 +108,8 @@ def _stream_size(name: str, entry: object, at: int) -> int:
 def is_sizes(value: object) -> bool:
     """Whether a JSON value is a list of integers that are not negative (and not booleans)."""
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def is_text(value: str) -> bool:
+    """Whether a string can be written as UTF-8: JSON's escapes can smuggle in lone surrogates."""
+    return not any("\ud800" <= c <= "\udfff" for c in value)

@@ -30,20 +30,20 @@ def _diff(old: Any, new: Any, sign: Any, flip: Any) -> Any:
     capacity = size // 64 + _BLOCK
     positions = np.empty(capacity, np.int64)
     steps = np.empty(capacity, old.dtype)
-    found = 0
+    found = np.uint64(0)  # unsigned indices spare the loop numba's handling of negative ones
     for start in range(0, size, _BLOCK):
         stop = min(start + _BLOCK, size)
         if start < whole and not _differs(old[start:stop], new[start:stop]):
             continue
-        if found + _BLOCK > capacity:
+        if found + np.uint64(_BLOCK) > np.uint64(capacity):
             capacity *= 2
             positions, steps = _grown(positions, found, capacity), _grown(steps, found, capacity)
         first = found
-        for i in range(start, stop):
+        for i in range(np.uint64(start), np.uint64(stop)):
             positions[found] = i
-            found += old[i] != new[i]
+            found += np.uint64(old[i] != new[i])
         for k in range(first, found):
-            at = positions[k]
+            at = np.uint64(positions[k])
             steps[k] = ordinal(np.uint64(new[at]), sign, flip) - ordinal(np.uint64(old[at]), sign, flip)
     return positions[:found].copy(), steps[:found].copy()
 

@@ -9,7 +9,7 @@ import numpy as np
 from delta_sync.checks import check
 from delta_sync.codec import Codec, codec_named
 from delta_sync.container import read_container, write_container
-from delta_sync.delta_header import DeltaHeader, Entry, TableGroup, check_groups, from_metadata, to_metadata
+from delta_sync.delta_header import DeltaHeader, Entry, TableGroup, from_metadata, to_metadata
 from delta_sync.errors import FormatError
 from delta_sync.folding import disjoint
 from delta_sync.gap_codec import DEFAULT_CODEC
@@ -29,14 +29,15 @@ def encode_delta(header: DeltaHeader, deltas: Sequence[TensorDelta]) -> bytes:
         check(delta)
     parts = list(_grouped(deltas))
     table = [_table_group(part) for part in parts]
-    check_groups(table, DEFAULT_LIMITS)
+    metadata = to_metadata(header, table)
+    from_metadata(metadata, DEFAULT_LIMITS)  # never write what a reader would refuse
     streams: dict[str, bytes] = {}
     for index, (group, part) in enumerate(zip(table, parts, strict=True)):
         positions = np.concatenate([delta.positions for delta in part])
         values = np.concatenate([delta.values for delta in part])
         coded = codec.encode(group.coded(str(index)), positions, values)
         streams |= {f"{index}.{name}": data for name, data in coded.items()}
-    return write_container(to_metadata(header, table), streams)
+    return write_container(metadata, streams)
 
 
 def decode_delta(data: bytes | memoryview, limits: Limits = DEFAULT_LIMITS) -> tuple[DeltaHeader, list[TensorDelta]]:
@@ -59,11 +60,13 @@ def _grouped(deltas: Sequence[TensorDelta]) -> Iterator[list[TensorDelta]]:
         kinds.setdefault((delta.encoding, delta.dtype.name), []).append(delta)
     for members in kinds.values():
         group: list[TensorDelta] = []
+        changed = 0
         for delta in members:
-            if group and sum(d.changed for d in group) + delta.changed > _GROUP_ELEMENTS:
+            if group and changed + delta.changed > _GROUP_ELEMENTS:
                 yield group
-                group = []
+                group, changed = [], 0
             group.append(delta)
+            changed += delta.changed
         yield group
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast, get_args
 
 from delta_sync.codec import Group
-from delta_sync.container import is_sizes, parse_json
+from delta_sync.container import is_sizes, is_text, parse_json
 from delta_sync.dtypes import DType, dtype
 from delta_sync.errors import FormatError
 from delta_sync.limits import Limits
@@ -90,13 +90,14 @@ def from_metadata(metadata: Mapping[str, str], limits: Limits) -> tuple[DeltaHea
     extra = {key: value for key, value in metadata.items() if key not in _RESERVED}
     header = DeltaHeader(metadata["run"], version, base, metadata["codec"], extra)
     groups = [_group(item, limits) for item in _list(parse_json(metadata["groups"], "delta header groups"), "groups")]
-    check_groups(groups, limits)
+    _check_groups(groups, limits)
     return header, groups
 
 
-def check_groups(groups: Sequence[TableGroup], limits: Limits) -> None:
+def _check_groups(groups: Sequence[TableGroup], limits: Limits) -> None:
     """FormatError if the tensors together pass a limit, or one is listed twice in an encoding or differently."""
-    total, decoded, seen = 0, 0, {}  # type: ignore[var-annotated]
+    total, decoded = 0, 0
+    seen: dict[str, dict[Encoding, tuple[DType, tuple[int, ...]]]] = {}
     for group in groups:
         total += len(group.entries)
         decoded += sum(e.count for e in group.entries) * (_POSITION_BYTES + group.dtype.itemsize)
@@ -138,7 +139,7 @@ def _entry(row: Any, limits: Limits) -> Entry:
     if not isinstance(row, list) or len(row) != 3 or not isinstance(row[0], str):
         raise FormatError("delta header tensor", expected="[name, shape, count]", got=repr(row)[:100])
     name, shape, count = row
-    check_name(name, limits)
+    _check_name(name, limits)
     if not is_sizes(shape) or len(shape) > limits.rank:
         raise FormatError(f"shape of {name!r}", expected=f"at most {limits.rank} sizes", got=repr(shape)[:100])
     elements = 1
@@ -153,13 +154,9 @@ def _entry(row: Any, limits: Limits) -> Entry:
     return Entry(name, tuple(shape), count)
 
 
-def check_name(name: str, limits: Limits) -> None:
+def _check_name(name: str, limits: Limits) -> None:
     """FormatError unless a tensor name is short, encodable text without line breaks or NULs."""
     size = len(name.encode("utf-8", "surrogatepass"))
-    if not name or size > limits.name_bytes or any(c in name for c in "\0\n\r") or not _encodable(name):
+    if not 1 <= size <= limits.name_bytes or any(c in name for c in "\0\n\r") or not is_text(name):
         expected = f"1 to {limits.name_bytes} bytes of UTF-8 without NUL or line break"
         raise FormatError("tensor name", expected=expected, got=ascii(name)[:100])
-
-
-def _encodable(text: str) -> bool:
-    return not any("\ud800" <= c <= "\udfff" for c in text)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from delta_sync.delta import fold
 from delta_sync.delta_file import decode_delta
 from delta_sync.errors import FormatError, MappingError
-from delta_sync.fold import fold
 from delta_sync.tensor_delta import TensorDelta
 from vllm_delta_plugin.staged import StageTooLargeError
 

@@ -15,7 +15,6 @@ from delta_sync import (
     apply,
     decode_delta,
     diff,
-    digest,
     dtype,
     encode_delta,
     model_fingerprint,
@@ -23,6 +22,7 @@ from delta_sync import (
     tensor_key,
 )
 from delta_sync.anchor_files import iter_anchor_tensors, write_anchor_files
+from delta_sync.digest import digest
 from delta_sync.ledger import Ledger
 from delta_sync.plan import Plan
 from delta_sync.writer import Writer

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from delta_sync import DTYPES, diff, digest, encode_delta, model_fingerprint, state_digest, tensor_key
+from delta_sync import DTYPES, diff, encode_delta, model_fingerprint, state_digest, tensor_key
 from delta_sync.anchor_files import write_anchor_files
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader
+from delta_sync.digest import digest
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest, TensorState
 from delta_sync.store.open import open_store

@@ -24,13 +24,13 @@ from delta_sync import (
     Limits,
     ObjectRef,
     TensorState,
-    digest,
     dtype,
     model_fingerprint,
     state_digest,
     tensor_key,
 )
 from delta_sync.anchor_files import INDEX, iter_anchor_tensors, parse_shard, write_anchor_files
+from delta_sync.digest import digest
 from delta_sync.ledger import Ledger
 from delta_sync.store import LocalStore
 from delta_sync.store.keys import anchor_folder

@@ -21,7 +21,6 @@ from delta_sync import (
     ObjectRef,
     TensorState,
     diff,
-    digest,
     dtype,
     encode_delta,
     model_fingerprint,
@@ -30,6 +29,7 @@ from delta_sync import (
 )
 from delta_sync.ack import Ack
 from delta_sync.anchor_files import write_anchor_files
+from delta_sync.digest import digest
 from delta_sync.records import Epoch, Head
 from delta_sync.store import LocalStore
 from delta_sync.store.keys import HEAD, anchor_folder, anchor_key, delta_key

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, cast, get_args
 
 from delta_sync.codec import Group
-from delta_sync.container import is_sizes, is_text, parse_json
+from delta_sync.container import is_sizes, parse_json
 from delta_sync.dtypes import DType, dtype
 from delta_sync.errors import FormatError
 from delta_sync.limits import Limits
+from delta_sync.manifest import UNPRINTABLE
 from delta_sync.tensor_delta import Encoding
 
 FORMAT = "delta-sync"
@@ -155,8 +156,8 @@ def _entry(row: Any, limits: Limits) -> Entry:
 
 
 def _check_name(name: str, limits: Limits) -> None:
-    """FormatError unless a tensor name is short, encodable text without line breaks or NULs."""
+    """FormatError unless a tensor name is one that a manifest may hold."""
     size = len(name.encode("utf-8", "surrogatepass"))
-    if not 1 <= size <= limits.name_bytes or any(c in name for c in "\0\n\r") or not is_text(name):
-        expected = f"1 to {limits.name_bytes} bytes of UTF-8 without NUL or line break"
+    if not 1 <= size <= limits.name_bytes or UNPRINTABLE.search(name):
+        expected = f"1 to {limits.name_bytes} bytes of UTF-8 without control characters"
         raise FormatError("tensor name", expected=expected, got=ascii(name)[:100])

@@ -91,7 +91,10 @@ HEADERS = {
     "name a number": (metadata(group(row(name=1))), r"delta header tensor, expected \[name, shape, count\]"),
     "no name": (metadata(group(row(name=""))), "tensor name, expected 1 to 1024 bytes"),
     "long name": (metadata(group(row(name="n" * 1025))), "tensor name, expected 1 to 1024 bytes"),
-    "NUL in name": (metadata(group(row(name="a\0b"))), "tensor name, expected 1 to 1024 bytes of UTF-8 without NUL"),
+    "NUL in name": (
+        metadata(group(row(name="a\0b"))),
+        "tensor name, expected 1 to 1024 bytes of UTF-8 without control",
+    ),
     "lone surrogate": (metadata(group(row(name="\ud800"))), "tensor name, expected 1 to 1024 bytes of UTF-8"),
     "negative size": (metadata(group(row(shape=[-1, -100]))), r"shape of 'w', expected at most 16 sizes, got \[-1,"),
     "boolean size": (metadata(group(row(shape=[True, 100]))), "shape of 'w', expected at most 16 sizes"),

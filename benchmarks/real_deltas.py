@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,23 @@ class Change:
     shape: tuple[int, ...]
     old: np.ndarray
     new: np.ndarray
+
+
+def compute_type(choice: str) -> torch.dtype:
+    """The type named by ``choice``; "auto" is bfloat16, as in training, unless this CPU only emulates it slowly."""
+    if choice != "auto":
+        return getattr(torch, choice)
+    return torch.bfloat16 if matmul_seconds(torch.bfloat16) < 2 * matmul_seconds(torch.float32) else torch.float32
+
+
+def matmul_seconds(kind: torch.dtype) -> float:
+    a, b = torch.ones(256, 576, dtype=kind), torch.ones(576, 1536, dtype=kind)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        a @ b
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def load_model() -> tuple[torch.nn.Module, list[int]]:

@@ -6,6 +6,7 @@ safetensors' own loader also reads these files; this parser adds caps, and rejec
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -13,6 +14,7 @@ from delta_sync.errors import FormatError
 from delta_sync.limits import Limits
 
 _LENGTH_BYTES = 8
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def write_container(metadata: Mapping[str, str], streams: Mapping[str, bytes]) -> bytes:
@@ -112,4 +114,4 @@ def is_sizes(value: object) -> bool:
 
 def is_text(value: str) -> bool:
     """Whether a string can be written as UTF-8: JSON's escapes can smuggle in lone surrogates."""
-    return not any("\ud800" <= c <= "\udfff" for c in value)
+    return _SURROGATE.search(value) is None

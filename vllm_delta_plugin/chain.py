@@ -37,11 +37,12 @@ def fold_chain(
         for ref in manifest.objects:
             reading(ref.key)
             header, deltas = decode_delta(ledger.read_object(ref))
-            if (header.run, header.version) != (manifest.run, manifest.version):
+            named = (header.run, header.version, header.base_version)
+            if named != (manifest.run, manifest.version, manifest.base_version):
                 raise FormatError(
                     f"object {ref.key}",
-                    expected=f"run {manifest.run} version {manifest.version}",
-                    got=f"run {header.run} version {header.version}",
+                    expected=f"run {manifest.run}, version {manifest.version} on {manifest.base_version}",
+                    got=f"run {header.run}, version {header.version} on {header.base_version}",
                 )
             for delta in deltas:
                 check(delta)

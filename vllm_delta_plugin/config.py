@@ -23,7 +23,8 @@ class ReplicaConfig:
     uri: the run's store. replica: name in acknowledgements (default: host and a random suffix).
     acknowledge: write what is served to the bucket. read_back: let clients read raw weights over HTTP.
     poll: shortest time between two looks at the store. retry: longest time between two tries after a refusal.
-    stage_timeout: longest time one version may take to stage.
+    stage_timeout: longest time one version may take to stage. stage_bytes: most memory it may take on a rank (default:
+    a share of what is free); an anchor that needs more is loaded in place while the engine is paused.
     audit_commits, audit_period: a full scan of live memory finishes once per so many commits, or after so long.
     fault: faults to inject, for tests only; passed to the workers as it is.
     """
@@ -32,9 +33,10 @@ class ReplicaConfig:
     replica: str | None = None
     acknowledge: bool = True
     read_back: bool = False
-    poll: float = 0.2
+    poll: float = 0.1
     retry: float = 5.0
     stage_timeout: float = 1800.0
+    stage_bytes: int | None = None
     audit_commits: int = 32
     audit_period: float = 600.0
     fault: Mapping[str, Any] = field(default_factory=dict)
@@ -93,11 +95,12 @@ def _check(name: str, annotation: str, value: object) -> None:
         "str | None": (str, type(None)),
         "bool": bool,
         "int": int,
+        "int | None": (int, type(None)),
         "float": (int, float),
         "Mapping[str, Any]": Mapping,
     }[annotation]
     is_bool = isinstance(value, bool)
     if not isinstance(value, expected) or (is_bool and annotation != "bool"):
         raise FormatError(f"delta_sync config {name!r}", expected=annotation, got=repr(value))
-    if annotation in ("int", "float") and not (isinstance(value, int | float) and value > 0):
+    if isinstance(value, int | float) and not is_bool and not value > 0:
         raise FormatError(f"delta_sync config {name!r}", expected="a positive number", got=repr(value))

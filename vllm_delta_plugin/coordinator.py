@@ -9,12 +9,13 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 from delta_sync.ack import Ack, State
-from delta_sync.errors import ChainError, DeltaSyncError, IntegrityError, MappingError, StoreError
+from delta_sync.errors import ChainError, DeltaSyncError, FormatError, IntegrityError, MappingError, StoreError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest
 from delta_sync.plan import Plan, Position
 from vllm_delta_plugin.config import ReplicaConfig
 from vllm_delta_plugin.engine_commit import RolledBack
+from vllm_delta_plugin.engine_load import TOO_LARGE
 from vllm_delta_plugin.engine_stage import Staged
 from vllm_delta_plugin.holding import Hold
 from vllm_delta_plugin.live import Live
@@ -26,6 +27,7 @@ from vllm_delta_plugin.status import Refusal, Status, as_mapping
 from vllm_delta_plugin.waiters import Waiters
 
 _TRANSIENT = ("StoreError", "SyncTimeoutError")  # kinds of a rank's error that say nothing about the version
+_NO_WAY = (ChainError, FormatError, IntegrityError)  # what a plan fails with until somebody repairs the run
 _TURN = 1.0  # seconds one look at the store may take before other duties get their turn
 _BUSY_TURN = 0.05  # the same while a scan runs or a client waits
 
@@ -65,10 +67,10 @@ class Coordinator:
 
     def tensors(self) -> dict[str, Any]:
         """The proven digests of what is served, as /delta_sync/tensors shows them."""
-        served = self.status.served
+        position = self._live.position
         return {
-            "version": served.version,
-            "state_digest": served.state_digest,
+            "version": position.version if position else None,
+            "state_digest": self._live.state_digest or "",
             "tensors": as_mapping(self._live.states()),
         }
 
@@ -96,7 +98,11 @@ class Coordinator:
             self._stop.wait(_BUSY_TURN)
             return
         plan = self._plan()
-        if plan is not None:
+        if plan is None:
+            return
+        if plan.start != "anchor" and not plan.deltas:
+            self._adopt(plan)
+        else:
             self._take(plan)
 
     # -- watching ------------------------------------------------------------------------------
@@ -111,7 +117,9 @@ class Coordinator:
             if newest is None or not self._hold.over(self._signal(newest)):
                 return None
         else:
-            newest = self._ledger.wait_newer(self._live.position, time.monotonic() + seconds, self._stop)
+            newest = self._ledger.wait_newer(
+                self._live.position, time.monotonic() + seconds, self._stop, poll_seconds=self._config.poll
+            )
         if newest is not None:
             self._newest = newest
             self.status.saw(newest.version)
@@ -126,11 +134,10 @@ class Coordinator:
         anchor = self._should_take_anchor(position)
         try:
             plan = self._ledger.plan(position, self._live.state_digest, prefer_anchor=anchor)
-        except ChainError as error:
-            if not anchor:
-                self._refuse_newest(error)
-                return None
-            plan = self._ledger.plan(position, self._live.state_digest)
+        except _NO_WAY as error:
+            self._tried_anchor = anchor
+            self._refuse_newest(error)
+            return None
         self._tried_anchor = plan is not None and plan.start == "anchor"
         if plan is None:
             self._hold.clear()
@@ -138,6 +145,8 @@ class Coordinator:
 
     def _should_take_anchor(self, position: Position | None) -> bool:
         """After a refusal, an anchor past the live version is tried in turn with the chain."""
+        if self._live.lost:
+            return True
         if self.status.refusal is None or self._tried_anchor:
             return False
         reached = -1 if position is None else position.version
@@ -146,12 +155,18 @@ class Coordinator:
     # -- taking a version ----------------------------------------------------------------------
 
     def _take(self, plan: Plan) -> None:
+        if self._live.lost:
+            self._load(plan)
+            return
         try:
             staged = self._live.stage(plan)
         except RankError as error:
             if error.kind in _TRANSIENT:
                 raise
-            self._refuse(plan, error)
+            if error.kind == TOO_LARGE and plan.start == "anchor":
+                self._load(plan)
+            else:
+                self._refuse(plan, error)
         except (IntegrityError, MappingError) as error:
             self._refuse(plan, error)
         else:
@@ -175,21 +190,44 @@ class Coordinator:
             self.status.note_error(committed.unsettled)
         self._record(staged, committed.milliseconds)
 
+    def _load(self, plan: Plan) -> None:
+        """Take an anchor that is too large to stage; until that succeeds nothing is served."""
+        self.status.unproven()
+        logger.info("delta sync: pausing to load version %d in place", plan.target.version)
+        try:
+            milliseconds = self._live.load(plan)
+        except (RankError, IntegrityError, MappingError) as error:
+            if isinstance(error, RankError) and error.kind in _TRANSIENT:
+                raise
+            self._refuse(plan, error)
+            return
+        self.status.counters.commits += 1
+        self.status.counters.anchors_taken += 1
+        self._serve(plan.target, f"loaded from its anchor, paused for {milliseconds:.0f} ms")
+
+    def _adopt(self, plan: Plan) -> None:
+        """The live bits already are the target's: nothing to write, nothing to forget."""
+        self._live.adopt(plan)
+        self._serve(plan.target, "live bits are this version's")
+
     def _record(self, staged: Staged, milliseconds: float) -> None:
-        target, counters, served = staged.plan.target, self.status.counters, self.status.served
+        counters = self.status.counters
         counters.commits += 1
         counters.anchors_taken += staged.plan.start == "anchor"
         counters.changed_elements_last = staged.changed
         counters.commit_ms_last, counters.stage_seconds_last = milliseconds, staged.seconds
+        how = f"from {staged.plan.start}, {staged.changed} elements changed, "
+        how += f"staged in {staged.seconds:.2f} s, committed in {milliseconds:.2f} ms"
+        self._serve(staged.plan.target, how)
+
+    def _serve(self, target: Manifest, how: str) -> None:
+        served = self.status.served
         served.version, served.epoch, served.manifest = target.version, target.epoch, target.sha256
         served.state_digest, served.commit_generation = target.state_digest, self._live.generation
         self._hold.clear()
         self._tried_anchor = False
-        self.status.update(refusal=None, poisoned=False)
-        logger.info(
-            "delta sync: serving version %d (%s, %d elements changed, staged in %.2f s, committed in %.2f ms)",
-            target.version, staged.plan.start, staged.changed, staged.seconds, milliseconds,
-        )  # fmt: skip
+        self.status.healed()
+        logger.info("delta sync: serving version %d (%s)", target.version, how)
         self._acknowledge()
         self._serve_waiters()
 
@@ -201,11 +239,12 @@ class Coordinator:
         guilty = next((m for m in plan.deltas if any(o.key == key for o in m.objects)), plan.target)
         self._note_refusal(Refusal(guilty.version, guilty.sha256, key, kind, str(error)), plan.target)
 
-    def _refuse_newest(self, error: ChainError) -> None:
-        if self._newest is None:
-            raise error
+    def _refuse_newest(self, error: DeltaSyncError) -> None:
         newest = self._newest
-        self._note_refusal(Refusal(newest.version, newest.sha256, None, "ChainError", str(error)), newest)
+        if newest is None:
+            raise error
+        kind = type(error).__name__
+        self._note_refusal(Refusal(newest.version, newest.sha256, None, kind, str(error)), newest)
 
     def _note_refusal(self, refusal: Refusal, newest: Manifest) -> None:
         new = self.status.refuse(refusal)
@@ -255,11 +294,8 @@ class Coordinator:
     def _poison(self, error: IntegrityError, found: Sequence[Sums]) -> None:
         """Live memory is not what was proven: from here on only what the scan found counts."""
         self._live.forget(found)
-        served = self.status.served
-        served.version = served.epoch = served.manifest = None
-        served.state_digest = self._live.state_digest or ""
+        self.status.unproven(self._live.state_digest)
         self.status.note_error(error)
-        self.status.update(poisoned=True)
         self._hold.clear()
         self._acknowledge()
 

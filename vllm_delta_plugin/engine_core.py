@@ -14,6 +14,7 @@ from delta_sync.store.open import open_store
 from vllm_delta_plugin.cache_salt import CacheSalt, Salted
 from vllm_delta_plugin.config import ReplicaConfig
 from vllm_delta_plugin.coordinator import Coordinator
+from vllm_delta_plugin.engine_load import Pause
 from vllm_delta_plugin.live import Live
 from vllm_delta_plugin.log import logger
 from vllm_delta_plugin.main_thread import MainThread
@@ -43,7 +44,8 @@ class DeltaSync:
         config: ReplicaConfig,
         engine: EngineFacts,
         collective_rpc: Callable[..., Sequence[Any]],
-        wake: Callable[[], None] = lambda: None,
+        wake: Callable[[], None],
+        pause: Callable[[MainThread, threading.Event], Pause],
     ) -> None:
         self._config = config
         self._stop = threading.Event()
@@ -51,7 +53,7 @@ class DeltaSync:
         self.salt = CacheSalt()
         self._ranks = Ranks(collective_rpc)
         ledger = Ledger(open_store(config.uri))
-        live = Live(config, self._ranks, self.main, self.salt)
+        live = Live(config, self._ranks, self.main, self.salt, pause(self.main, self._stop))
         self._status = Status(_facts(config, engine, live))
         if live.state_digest is None:
             raise MappingError("replicated weights", expected="equal on all ranks after loading", got="different bits")
@@ -88,19 +90,15 @@ class DeltaSync:
         """One tensor's live bytes, assembled from all ranks: {dtype, shape, version, data}, or {error}."""
         if not self._config.read_back:
             return {"error": "read-back is off: start with --delta-sync-config '{\"read_back\": true}'"}
-        described = self._coordinator.tensors()["tensors"].get(name)
+        now = self._coordinator.tensors()
+        described, version = now["tensors"].get(name), now["version"]
         if described is None:
             return {"error": f"no tensor {name!r} is served"}
         try:
             data = assemble(name, described, self._ranks.tell("read_tensor", name))
         except (MappingError, NotFoundError) as error:
             return {"error": str(error)}
-        return {"dtype": described["dtype"], "shape": described["shape"], "version": self.version, "data": data}
-
-    @property
-    def version(self) -> int | None:
-        """The version served now."""
-        return self._status.served.version
+        return {"dtype": described["dtype"], "shape": described["shape"], "version": version, "data": data}
 
 
 def _facts(config: ReplicaConfig, engine: EngineFacts, live: Live) -> Facts:

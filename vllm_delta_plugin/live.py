@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from vllm_delta_plugin.cache_salt import CacheSalt
 from vllm_delta_plugin.config import ReplicaConfig
 from vllm_delta_plugin.engine_audit import Auditor, compare
 from vllm_delta_plugin.engine_commit import Committed, commit_all
+from vllm_delta_plugin.engine_load import Pause, load_dense
 from vllm_delta_plugin.engine_stage import Staged, Stager
 from vllm_delta_plugin.main_thread import MainThread
 from vllm_delta_plugin.proof import Layout, Proven, Sums
@@ -34,8 +36,10 @@ class Live:
     Raises RankError or MappingError if the model cannot be followed exactly.
     """
 
-    def __init__(self, config: ReplicaConfig, ranks: Ranks, main: MainThread, salt: CacheSalt) -> None:
-        self._ranks, self._main, self._salt = ranks, main, salt
+    def __init__(self, config: ReplicaConfig, ranks: Ranks, main: MainThread, salt: CacheSalt, pause: Pause) -> None:
+        self._ranks, self._main, self._salt, self._pause = ranks, main, salt, pause
+        self._timeout = config.stage_timeout
+        self.lost = False  # a load in place failed half way: the engine is paused until one succeeds
         replies = ranks.tell("attach", config.to_dict())
         sums = [reply["regions"] for reply in replies]
         self._layout = Layout(_tensors(replies), sums)
@@ -80,12 +84,33 @@ class Live:
 
     def commit(self, staged: Staged) -> Committed:
         """Make a staged plan live on all ranks or none; see commit_all."""
-        target = staged.plan.target
-        committed = self._main.run(lambda: commit_all(self._ranks, self._salt, target.version))
-        self.position = Position(target.version, target.sha256)
+        return self._main.run(lambda: self._commit(staged))
+
+    def _commit(self, staged: Staged) -> Committed:
+        """On the engine's thread, so that whatever it reads next sees new bits and new position together."""
+        committed = commit_all(self._ranks, self._salt, staged.plan.target.version)
+        self.position = staged.plan.position
         self._sums, self._proven = staged.after.sums, staged.after
         self._auditor.committed()
         return committed
+
+    def load(self, plan: Plan) -> float:
+        """Pause, overwrite live weights, verify, resume; returns the milliseconds of pause. See load_dense.
+
+        On any error nothing is known about the weights any more and the engine stays paused.
+        """
+        self._pause.begin()
+        started = time.perf_counter()
+        self.position, self._proven, self.lost = None, None, True
+        proven = load_dense(plan, self._layout, self._main, self._ranks, self._timeout, self._salt.advance)
+        self.position, self._sums, self._proven, self.lost = plan.position, proven.sums, proven, False
+        self._auditor.committed()
+        self._pause.end()
+        return (time.perf_counter() - started) * 1e3
+
+    def adopt(self, plan: Plan) -> None:
+        """The live bits are the target's already."""
+        self.position = plan.position
 
     def forget(self, found: Sequence[Sums]) -> None:
         """Trust only what a scan found: no version is known to be live."""

@@ -82,8 +82,8 @@ class Status:
     refusal: Refusal | None = None
     poisoned: bool = False
     last_error: dict[str, Any] | None = None
+    _refused: set[Refusal] = field(default_factory=set, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
-    _said: str = "starting"
 
     @property
     def state(self) -> str:
@@ -95,11 +95,23 @@ class Status:
         return "waiting" if self.served.version is None else "live"
 
     def update(self, **changes: Any) -> None:
-        """Set fields together; a change of state is logged once."""
+        """Set fields together."""
         with self._lock:
             for name, value in changes.items():
                 setattr(self, name, value)
-            self._log_change()
+
+    def unproven(self, state_digest: str | None = None) -> None:
+        """Live memory is not known to be any version's."""
+        with self._lock:
+            self.poisoned, served = True, self.served
+            served.version = served.epoch = served.manifest = None
+            served.state_digest = state_digest or ""
+
+    def healed(self) -> None:
+        """A version was taken: nothing is refused, live memory is proven."""
+        with self._lock:
+            self.refusal, self.poisoned = None, False
+            self._refused.clear()
 
     def saw(self, version: int) -> None:
         """This is the newest version the store has."""
@@ -107,15 +119,15 @@ class Status:
             self.newest_version = version
 
     def refuse(self, refusal: Refusal) -> bool:
-        """Note a refusal; True if it is not the one already noted."""
+        """Note a refusal; True if it was not noted before since the last version that was taken."""
         with self._lock:
             refusal = Refusal(**{**asdict(refusal), "error": redact_text(refusal.error, self.facts.uri)})
-            new = refusal != self.refusal
+            new = refusal not in self._refused
+            self._refused.add(refusal)
             self.counters.refusals += new
             self.refusal = refusal
             if new:
                 logger.warning("delta sync: version %d refused: %s: %s", refusal.version, refusal.kind, refusal.error)
-            self._said = self.state
             return new
 
     def note_error(self, error: BaseException, kind: str | None = None) -> None:
@@ -145,11 +157,6 @@ class Status:
                 "audit": asdict(self.audit),
                 "time": time.time(),
             }
-
-    def _log_change(self) -> None:
-        if self.state != self._said:
-            self._said = self.state
-            logger.info("delta sync: %s, version %s of %s", self.state, self.served.version, self.newest_version)
 
 
 def plugin_version() -> str:

@@ -51,6 +51,8 @@ class Rank:
     target: int | None = None
     error: dict[str, Any] | None = None
     committed: bool = False
+    loading: bool = False
+    too_small: bool = False
     skew: int = 0  # added to the staged "norm" sum: a wrong proof
     fail: set[str] = field(default_factory=set)
 
@@ -72,11 +74,14 @@ class Rank:
 
     def stage_begin(self, message: dict[str, Any]) -> dict[str, Any]:
         plan = plan_from_dict(message)
+        self.loading = False
         self.staged, self.error, self.target = None, None, plan.target.version
         try:
             if "stage" in self.fail:
                 raise Injected("stage fails")
             self.staged = self.read(plan)
+            if self.too_small and plan.anchor is not None:
+                self.staged, self.error = None, {"kind": "anchor_too_large", "error": "too large"}
         except DeltaSyncError as error:
             self.error = describe(error, self.key)
         except Injected as error:
@@ -98,7 +103,20 @@ class Rank:
                     apply(delta, bits[delta.name].reshape(-1))
         return bits
 
+    def load_dense(self, message: dict[str, Any]) -> dict[str, Any]:
+        self.loading = True
+        self.error = None
+        plan = plan_from_dict(message)
+        self.live["w"][:] = 0  # half way through, nothing is what it was
+        try:
+            self.live = self.read(plan)
+        except DeltaSyncError as error:
+            self.error = describe(error, self.key)
+        return {}
+
     def stage_poll(self) -> dict[str, Any]:
+        if self.loading and self.error is None:
+            return {"state": "loaded", "regions": self.sums(self.live)}
         if self.error is not None:
             return {"state": "failed", "error": self.error}
         if self.staged is None:

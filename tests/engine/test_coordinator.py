@@ -24,6 +24,21 @@ from vllm_delta_plugin.ranks import RankError, Ranks
 from vllm_delta_plugin.status import Facts, Status
 
 
+class Pause:
+    """Notes whether the engine may step."""
+
+    def __init__(self) -> None:
+        self.paused = False
+        self.times = 0
+
+    def begin(self) -> None:
+        self.paused = True
+        self.times += 1
+
+    def end(self) -> None:
+        self.paused = False
+
+
 class Replica:
     """A coordinator whose turns the test takes itself, with the engine's thread pumped beside it."""
 
@@ -35,7 +50,8 @@ class Replica:
         self.executor = Executor(Ledger(open_store(uri)), weights)
         self.salt = CacheSalt()
         self.main = MainThread(self.stop)
-        live = Live(self.config, Ranks(self.executor.collective_rpc), self.main, self.salt)
+        self.pause = Pause()
+        live = Live(self.config, Ranks(self.executor.collective_rpc), self.main, self.salt, self.pause)
         self.live = live
         status = Status(Facts("r", uri, "m", "BF16", "processed_logprobs", ""))
         self.coordinator = Coordinator(self.config, self.ledger, live, status, self.stop)
@@ -175,12 +191,9 @@ def test_a_damaged_object_is_refused_and_healed_by_putting_it_again(trainer, rep
     trainer.origin()
     replica = replica_of().start()
     replica.wait_version(1)
-    replica.executor.before = lambda method: time.sleep(0.05) if method == "stage_begin" else None
-    manifest = trainer.step(1)
-    trainer.damage(manifest)
-    status = replica.wait("refusal", lambda s: s["refusal"] or s["version"] == 2)
-    if status["version"] == 2:
-        pytest.skip("the replica was faster than the damage")
+    trainer.change(1)
+    manifest = trainer.delta(corrupt="object")
+    status = replica.wait("refusal", lambda s: s["refusal"])
     assert status["refusal"]["object"] == manifest.objects[0].key
     assert (status["refusal"]["kind"], status["version"], status["lag"]) == ("IntegrityError", 1, 1)
     assert replica.executor.equal(weights)
@@ -199,7 +212,7 @@ def test_wrong_content_is_refused_before_weights_are_touched_and_healed_by_an_an
     bad = trainer.step(1, corrupt="content")
     status = replica.wait("refusal", lambda s: s["refusal"])
     assert (status["refusal"]["version"], status["refusal"]["kind"]) == (2, "IntegrityError")
-    assert "commit" not in replica.executor.calls[replica.executor.calls.index("settle") :]
+    assert "commit" not in replica.executor.calls
     assert replica.executor.equal(weights)
     time.sleep(0.6)  # several tries later it is still one refusal
     assert replica.status["refusals"] == 1
@@ -288,8 +301,10 @@ def test_a_worker_that_raises_ends_the_engine(trainer, replica_of) -> None:
     def explode(method: str) -> None:
         raise RuntimeError("lost a worker")
 
-    replica.executor.before = explode
     trainer.origin()
+    replica.wait_version(1)
+    replica.executor.before = explode
+    trainer.step(1)
     replica.wait("the end", lambda _: replica.broken)
     assert "lost a worker" in str(replica.broken)
 
@@ -386,12 +401,55 @@ def test_commits_wait_for_the_audit_that_is_due(trainer, replica_of) -> None:
     trainer.step(1)
     replica.wait_version(2)
     trainer.step(2)
-    replica.wait("version 3 to be seen", lambda s: s["newest_version"] == 3)
-    time.sleep(0.2)
-    assert replica.status["version"] == 2
-    hold.set()
     replica.wait_version(3)
+    trainer.step(3)
+    replica.wait("version 4 to be seen", lambda s: s["newest_version"] == 4)
+    time.sleep(0.2)
+    assert replica.status["version"] == 3
+    hold.set()
+    replica.wait_version(4)
     assert replica.status["audit"]["completed"] >= 1
+
+
+def too_small(replica: Replica) -> None:
+    for rank in replica.executor.ranks:
+        rank.too_small = True
+
+
+def test_an_anchor_too_large_to_stage_is_loaded_while_the_engine_is_paused(trainer, replica_of, weights) -> None:
+    replica = replica_of(other(weights))
+    too_small(replica)
+    paused: list[bool] = []
+    replica.executor.before = lambda method: paused.append(replica.pause.paused) if method == "load_dense" else None
+    anchor(trainer, trainer.origin())
+    replica.start()
+    status = replica.wait_version(1)
+    assert paused == [True]
+    assert not replica.pause.paused
+    assert (status["state"], status["anchors_taken"], status["commit_generation"]) == ("live", 1, 1)
+    assert replica.executor.equal(trainer.weights)
+    trainer.step(1)
+    replica.wait_version(2)
+    assert replica.executor.equal(trainer.weights)
+
+
+def test_a_load_that_fails_keeps_the_engine_paused_until_one_succeeds(trainer, replica_of, weights) -> None:
+    replica = replica_of(other(weights))
+    too_small(replica)
+    anchor(trainer, trainer.origin())
+    trainer.change(1)
+    bad = trainer.delta(corrupt="content")
+    replica.start()
+    status = replica.wait("the refusal", lambda s: s["refusal"])
+    assert (status["state"], status["version"]) == ("poisoned", None)
+    time.sleep(0.5)
+    assert replica.pause.paused
+    assert replica.status["version"] is None
+    anchor(trainer, bad)
+    status = replica.wait_version(2)
+    assert status["state"] == "live"
+    assert not replica.pause.paused
+    assert replica.executor.equal(trainer.weights)
 
 
 def test_failing_acknowledgements_are_reported_and_harmless(trainer, replica_of, monkeypatch) -> None:
@@ -450,7 +508,7 @@ def test_a_rank_that_cannot_attach_stops_the_start(uri, weights, monkeypatch) ->
     executor = Executor(Ledger(open_store(uri)), weights)
     executor.ranks[1].fail = {"attach"}
     with pytest.raises(RankError, match="rank 1"):
-        Live(ReplicaConfig(uri), Ranks(executor.collective_rpc), MainThread(threading.Event()), CacheSalt())
+        Live(ReplicaConfig(uri), Ranks(executor.collective_rpc), MainThread(threading.Event()), CacheSalt(), Pause())
 
 
 def test_the_fake_layout_is_a_real_one() -> None:

@@ -65,7 +65,8 @@ class Publisher:
     def delta(self, corrupt: str | None = None) -> Manifest:
         """Publish what changed since the last version.
 
-        corrupt: "content" publishes a good object whose bits are not those the manifest proves.
+        corrupt: "content" publishes a good object whose bits are not those the manifest proves;
+        "object" one that is damaged in the store before the manifest makes it visible (``heal`` repairs it).
         """
         states = self.states()
         before = self.published
@@ -79,6 +80,8 @@ class Publisher:
         if corrupt == "content":
             deltas[0].values[0] ^= 1 << 2
         objects = [encode_delta(header, deltas)] if deltas else []
+        if corrupt == "object":
+            return self._commit_damaged(states, touched, objects, sum(d.changed for d in deltas))
         return self._commit("delta", states, touched, objects, sum(d.changed for d in deltas))
 
     def step(self, seed: int, fraction: float = 0.02, corrupt: str | None = None) -> Manifest:
@@ -120,6 +123,21 @@ class Publisher:
     def heal(self, manifest: Manifest) -> None:
         """Write a version's objects again as they were."""
         self.writer.republish(manifest, self.objects[manifest.version])
+
+    def _commit_damaged(
+        self, states: dict[str, TensorState], tensors: dict[str, TensorState], objects: list[bytes], n: int
+    ) -> Manifest:
+        store = self.ledger.store
+        put = store.put
+
+        def put_damaged(key: str, data: bytes | memoryview) -> None:
+            put(key, bytes(data[:-1]) + bytes([data[-1] ^ 1]) if key.startswith("deltas/") else data)
+
+        store.put = put_damaged  # type: ignore[method-assign]
+        try:
+            return self._commit("delta", states, tensors, objects, n)
+        finally:
+            del store.put  # type: ignore[method-assign]
 
     def _commit(
         self, kind: Any, states: dict[str, TensorState], tensors: dict[str, TensorState], objects: list[bytes], n: int

@@ -98,10 +98,10 @@ class VllmServer:
         return self._process.pid
 
     def stop(self, timeout: float = 20.0) -> None:
-        """SIGTERM, then SIGKILL to whatever of the group is left."""
+        """SIGTERM to the first process, then SIGKILL to whatever of the group is left."""
         if self._process is None:
             return
-        self._signal(signal.SIGTERM)
+        self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout)
         self.kill()

@@ -17,20 +17,21 @@ from helpers.server import VllmServer
 class Stream:
     """Start with ``open_stream``; ``tokens`` grows while it runs; ``error`` stays None if it ended by itself."""
 
-    texts: list[str] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
     _thread: threading.Thread | None = None
 
     @property
     def tokens(self) -> int:
-        """Chunks with text so far; one per token."""
-        return len(self.texts)
+        """Tokens so far; a busy server sends several in one chunk."""
+        return len(self.ids)
 
     @property
     def longest_gap(self) -> float:
-        """Seconds between two tokens, at most."""
+        """Seconds between two chunks, at most."""
         return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
     def wait_tokens(self, count: int, timeout: float = 60.0) -> None:
@@ -55,9 +56,10 @@ class Stream:
 def open_stream(server: VllmServer, prompt: Sequence[int], max_tokens: int, **more: Any) -> Stream:
     """Begin a greedy streaming completion of exactly ``max_tokens`` tokens."""
     body = {"model": "tiny", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
     request = urllib.request.Request(
         f"{server.url}/v1/completions",
-        json.dumps({**body, "stream": True, **more}).encode(),
+        json.dumps({**body, **more}).encode(),
         {"Content-Type": "application/json", **server.headers},
     )
     stream = Stream()
@@ -80,8 +82,9 @@ def _take(stream: Stream, chunk: dict[str, Any]) -> None:
     if "error" in chunk:
         stream.error = str(chunk["error"])
         return
+    stream.usage = chunk.get("usage") or stream.usage
     for choice in chunk["choices"]:
-        if choice["text"]:
-            stream.texts.append(choice["text"])
+        if ids := choice.get("token_ids"):
+            stream.ids.extend(ids)
             stream.times.append(time.monotonic())
         stream.finish_reason = choice["finish_reason"] or stream.finish_reason

@@ -7,6 +7,7 @@ from typing import Any
 
 from delta_sync.errors import MappingError
 from vllm_delta_plugin.cache_salt import ATTRIBUTE
+from vllm_delta_plugin.compat.pause import EnginePause
 from vllm_delta_plugin.compat.seam import require, wrap
 from vllm_delta_plugin.config import find_config
 from vllm_delta_plugin.flag import WORKER_EXTENSION
@@ -89,7 +90,8 @@ def _build(core: Any, vllm_config: Any, config: Any) -> Any:
     )
     queue = getattr(core, "input_queue", None)  # in-process engines have none and are pumped by step()
     wake = (lambda: queue.put_nowait((_TICK, None))) if queue is not None else (lambda: None)
-    return DeltaSync(config, facts, core.model_executor.collective_rpc, wake)
+    rpc = core.model_executor.collective_rpc
+    return DeltaSync(config, facts, rpc, wake, lambda main, stop: EnginePause(core, main, stop))
 
 
 def _refuse_unsupported(core: Any, vllm_config: Any) -> None:

@@ -1,0 +1,87 @@
+"""The seams: wrapped once, kept in kind, and named loudly when this vLLM does not have them."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from vllm_delta_plugin.compat.seam import SeamError, require, require_fields, wrap
+
+
+class Owner:
+    def plain(self, x: int) -> int:
+        return x + 1
+
+    @staticmethod
+    def static(x: int) -> int:
+        return x + 1
+
+    @classmethod
+    def of_class(cls, x: int) -> tuple[type, int]:
+        return cls, x + 1
+
+
+class Child(Owner):
+    pass
+
+
+def doubled(original: Any) -> Any:
+    def wrapper(*args: Any) -> Any:
+        result = original(*args)
+        return result * 2 if isinstance(result, int) else (*result, "wrapped")
+
+    return wrapper
+
+
+def test_wrapping_keeps_the_kind_and_happens_once() -> None:
+    for name in ("plain", "static", "of_class"):
+        for _ in range(2):
+            wrap(Owner, name, doubled)
+    assert Owner().plain(1) == 4
+    assert Owner.static(1) == Owner().static(1) == 4
+    assert Child.of_class(1) == (Child, 2, "wrapped")
+
+
+def test_a_missing_seam_is_named_with_the_vllm_version() -> None:
+    with pytest.raises(SeamError, match=r"Owner\.gone.*vLLM"):
+        require(Owner, "plain", "gone")
+    with pytest.raises(SeamError, match=r"Owner\.gone"):
+        wrap(Owner, "gone", doubled)
+
+    @dataclasses.dataclass
+    class Options:
+        known: int = 0
+
+    require_fields(Options, "known")
+    with pytest.raises(SeamError, match="gone"):
+        require_fields(Options, "gone")
+
+
+def test_importing_and_registering_the_plugin_loads_no_heavy_package() -> None:
+    """vLLM registers plugins in every process, also where neither torch nor an engine is wanted."""
+    code = (
+        "import sys, vllm_delta_plugin\n"
+        "heavy = {'torch', 'vllm', 'numba', 'fastapi', 'safetensors'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_every_seam_exists_in_this_vllm() -> None:
+    pytest.importorskip("vllm")
+    import vllm.engine.arg_utils
+    import vllm.v1.engine.core as core
+
+    from vllm_delta_plugin import register
+
+    register()
+    register()
+    for name in ("status", "tensors", "read_tensor", "wait", "pump"):
+        assert hasattr(core.EngineCore, f"delta_sync_{name}")
+    wrapped = core.EngineCore.preprocess_add_request
+    assert not hasattr(wrapped.__wrapped__, "__wrapped__"), "wrapped twice"
+    assert vllm.engine.arg_utils.EngineArgs.from_cli_args.__func__.__wrapped__

@@ -1,0 +1,218 @@
+"""One real ``vllm serve`` with two API servers and an API key follows a run; the tests build on each other."""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fresh
+import pytest
+from helpers.publish import Publisher
+from helpers.server import VllmServer
+from helpers.stream import open_stream
+from helpers.tiny_models import build
+
+PROMPT = list(range(10, 150))  # 140 tokens; blocks are of 128
+ARGS = ("--api-key", "first", "second", "--api-server-count", "2", "--enable-prompt-tokens-details")
+CONFIG = '{"replica": "box", "read_back": true, "audit_commits": 4}'
+
+
+@dataclass
+class World:
+    """A checkpoint, a run, its trainer, and a server that was started with the flag alone."""
+
+    folder: Path
+    base: Path
+    trainer: Publisher
+    server: VllmServer
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("serve")
+    base = build(folder / "base")
+    run = str(folder / "run")
+    log = folder / "server.log"
+    with VllmServer(base, log, ("--delta-sync", run, "--delta-sync-config", CONFIG, *ARGS)) as server:
+        server.headers = {"Authorization": "Bearer second"}
+        yield World(folder, base, Publisher.of_checkpoint(run, base), server)
+
+
+def cached(server: VllmServer, prompt: list[int]) -> int:
+    usage = server.complete(prompt, 4)["usage"]
+    return int(usage["prompt_tokens_details"]["cached_tokens"] or 0)
+
+
+def test_it_serves_the_checkpoint_before_the_run_exists(world: World) -> None:
+    status = world.server.status()
+    assert (status["state"], status["version"], status["newest_version"]) == ("waiting", None, None)
+    assert (status["replica"], status["serving_dtype"], status["logprobs_mode"]) == (
+        "box",
+        "BF16",
+        "processed_logprobs",
+    )
+    assert world.server.complete(PROMPT, 4)["text"]
+
+
+@pytest.mark.parametrize("path", ["status", "ready", "tensors", "tensors/model.norm.weight"])
+def test_routes_ask_for_the_key(world: World, path: str) -> None:
+    good = world.server.headers
+    try:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "first"}):
+            world.server.headers = headers
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                world.server.get_bytes(f"/delta_sync/{path}")
+            assert caught.value.code == 401
+        world.server.headers = {"Authorization": "Bearer first"}
+        assert world.server.get_bytes(f"/delta_sync/{path}")[0]
+    finally:
+        world.server.headers = good
+
+
+def test_equal_bits_make_the_first_version_live_without_an_anchor(world: World) -> None:
+    manifest = world.trainer.origin()
+    status = world.server.wait_version(1)
+    assert (status["state_digest"], status["anchors_taken"]) == (manifest.state_digest, 0)
+    assert status["model_fingerprint"] == manifest.model_fingerprint
+
+
+def test_a_stream_goes_on_over_three_commits(world: World) -> None:
+    stream = open_stream(world.server, PROMPT[:30], 400)
+    stream.wait_tokens(10)
+    seen = []
+    for seed in range(3):
+        version = world.trainer.step(seed, 0.05).version
+        world.server.wait_version(version)
+        seen.append(stream.tokens)
+    stream.join()
+    assert (stream.error, stream.finish_reason, stream.tokens) == (None, "length", 400)
+    assert seen[-1] < 400, "the stream must still be open at the last commit"
+    assert world.server.status()["commits"] == 3
+
+
+def test_live_bits_read_back_are_the_trainers(world: World) -> None:
+    described = world.server.get("/delta_sync/tensors?scan=1")
+    assert described["version"] == 4
+    assert set(described["tensors"]) == set(world.trainer.weights)
+    for name, bits in world.trainer.weights.items():
+        data, headers = world.server.get_bytes(f"/delta_sync/tensors/{name}")
+        assert data == bits.tobytes(), name
+        assert {k.lower(): v for k, v in headers.items()}["x-version"] == "4"
+
+
+def test_greedy_output_equals_a_fresh_engine_started_from_that_checkpoint(world: World) -> None:
+    prompts = [PROMPT, PROMPT[:40], list(range(300, 360))]
+    checkpoint = world.trainer.save(world.folder / "v4", world.base)
+    llm = fresh.following(world.folder / "no-run")  # follows nothing, but keeps CPU weights plain like the server
+    [expected] = fresh.ask(world.folder / "fresh", checkpoint, llm, prompts, 24)
+    for prompt, answer in zip(prompts, expected["answers"], strict=True):
+        got = world.server.complete(prompt, 24, logprobs=1, return_token_ids=True)
+        assert got["token_ids"] == answer["tokens"]
+        assert got["logprobs"]["token_logprobs"] == pytest.approx(answer["logprobs"], abs=1e-6)
+
+
+def test_the_prefix_cache_is_not_reused_across_versions(world: World) -> None:
+    prompt = list(range(200, 340))
+    assert [cached(world.server, prompt) for _ in range(2)] == [0, 128]
+    world.server.wait_version(world.trainer.step(10, 0.05).version)
+    assert [cached(world.server, prompt) for _ in range(2)] == [0, 128]
+
+
+def test_a_salt_of_the_user_still_separates(world: World) -> None:
+    prompt = list(range(201, 341))
+
+    def with_salt(salt: str) -> int:
+        answer = world.server.post(
+            "/v1/completions",
+            {"model": "tiny", "prompt": prompt, "max_tokens": 1, "cache_salt": salt},
+        )
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"] or 0)
+
+    assert [with_salt("a"), with_salt("b"), with_salt("a")] == [0, 0, 128]
+
+
+def test_a_request_that_waits_at_the_commit_does_not_find_old_blocks(world: World) -> None:
+    prompt = list(range(202, 342))
+    assert [cached(world.server, prompt) for _ in range(2)] == [0, 128]
+    busy = [open_stream(world.server, [20 + i] * 20, 300) for i in range(8)]  # all the engine's places
+    for stream in busy:
+        stream.wait_tokens(2)
+    waiting = open_stream(world.server, prompt, 4)
+    time.sleep(0.5)
+    assert waiting.tokens == 0, "it must wait until after the commit"
+    world.server.wait_version(world.trainer.step(11, 0.05).version)
+    assert waiting.tokens == 0
+    for stream in [*busy, waiting]:
+        assert stream.join().error is None
+    assert waiting.usage["prompt_tokens_details"]["cached_tokens"] in (0, None)
+    assert cached(world.server, prompt) == 128
+
+
+def test_wrong_content_is_refused_while_a_stream_goes_on_and_an_anchor_heals_it(world: World) -> None:
+    before = world.server.status()
+    stream = open_stream(world.server, PROMPT[:30], 500)
+    stream.wait_tokens(5)
+    bad = world.trainer.step(12, 0.05, corrupt="content")
+    status = world.server.wait_status("refusal", lambda s: s["refusal"])
+    assert (status["state"], status["version"], status["lag"]) == ("refused", before["version"], 1)
+    assert status["refusal"]["version"] == bad.version
+    assert status["state_digest"] == before["state_digest"]
+    assert world.trainer.ledger.acknowledgements()["box"].refused_version == bad.version
+    world.trainer.anchor(bad)
+    status = world.server.wait_version(bad.version)
+    assert (status["refusal"], status["anchors_taken"]) == (None, before["anchors_taken"] + 1)
+    assert stream.join().error is None
+    assert stream.tokens == 500
+
+
+def test_a_damaged_object_is_refused_and_healed_by_putting_it_again(world: World) -> None:
+    world.trainer.change(13, 0.05)
+    manifest = world.trainer.delta(corrupt="object")
+    status = world.server.wait_status("refusal", lambda s: s["refusal"])
+    assert status["refusal"]["object"] == manifest.objects[0].key
+    assert status["refusal"]["kind"] == "IntegrityError"
+    world.trainer.heal(manifest)
+    assert world.server.wait_version(manifest.version)["refusal"] is None
+
+
+def test_the_audit_ran_in_the_background_and_agreed(world: World) -> None:
+    status = world.server.wait_status("an audit", lambda s: s["audit"]["completed"])
+    assert status["audit"]["last_ok_version"] is not None
+    assert status["state"] == "live"
+    assert world.server.get("/delta_sync/ready") == {"state": "live"}
+
+
+def test_killed_and_started_again_it_catches_up_by_itself(world: World) -> None:
+    world.trainer.step(14, 0.05)
+    world.server.kill()
+    newest = world.trainer.step(15, 0.05)
+    world.server.start()
+    world.server.wait_healthy()
+    status = world.server.wait_version(newest.version)
+    assert (status["commits"], status["anchors_taken"]) == (1, 1)
+    assert status["state_digest"] == newest.state_digest
+    assert world.server.get("/delta_sync/tensors?scan=1")["state_digest"] == newest.state_digest
+
+
+def test_the_log_is_quiet(world: World) -> None:
+    lines = [line for line in world.server.text().splitlines() if "delta sync" in line]
+    assert not [line for line in lines if "ERROR" in line or "unexpected" in line]
+    served = [line for line in lines if "serving version" in line]
+    assert len(lines) <= len(served) + 12
+    assert "Traceback" not in "".join(lines)
+
+
+def test_a_usable_answer_without_the_dev_mode(world: World) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        world.server.get("/delta_sync/tensors/no.such.tensor")
+    assert caught.value.code == 404
+    body: Any = caught.value.read()
+    assert b"no.such.tensor" in body

@@ -1,0 +1,72 @@
+"""Two ranks of tensor parallelism, one of which is made to fail at commit: all or none, and serving goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.publish import Publisher
+from helpers.server import VllmServer
+from helpers.stream import open_stream
+from helpers.tiny_models import build
+
+TIMES = 6  # with retry=4 the pauses between tries are 0.25, 0.5, 1, 2, 4 and 4 s
+FAULT = {"read_back": True, "retry": 4.0, "fault": {"rank": 1, "at": "commit", "times": TIMES}}
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmServer, Publisher]]:
+    folder = tmp_path_factory.mktemp("tp")
+    base, run = build(folder / "base", "llama"), str(folder / "run")
+    trainer = Publisher.of_checkpoint(run, base)
+    trainer.origin()
+    args = ("-tp", "2", "--delta-sync", run, "--delta-sync-config", json.dumps(FAULT))
+    with VllmServer(Path(base), folder / "server.log", args) as server:
+        yield server, trainer
+
+
+def read_all(server: VllmServer, trainer: Publisher, version: int) -> dict[str, bytes]:
+    """Every tensor put together from both ranks' memory; copies that differ are an error of the route."""
+    found = {}
+    for name in trainer.weights:
+        found[name], headers = server.get_bytes(f"/delta_sync/tensors/{name}")
+        assert {k.lower(): v for k, v in headers.items()}["x-version"] == str(version)
+    return found
+
+
+def test_one_failing_rank_takes_both_back_and_streams_go_on(followed: tuple[VllmServer, Publisher]) -> None:
+    server, trainer = followed
+    server.wait_version(1)
+    old = {name: bits.tobytes() for name, bits in trainer.weights.items()}
+    before = server.complete(range(30, 60), 16)["text"]
+    stream = open_stream(server, range(20, 50), 1500)
+    stream.wait_tokens(5)
+
+    newest = trainer.step(1, 0.05)
+    status = server.wait_status("two rollbacks", lambda s: s["rollbacks"] >= 2)
+    assert (status["version"], status["state"], status["lag"]) == (1, "live", 1)
+    assert "rank 1" in status["last_error"]["error"]
+    at = stream.tokens
+    assert read_all(server, trainer, 1) == old
+    assert server.complete(range(30, 60), 16)["text"] == before
+    assert server.status()["version"] == 1, "the checks above must have happened before the retry succeeded"
+    assert stream.tokens > at
+
+    status = server.wait_version(newest.version)
+    assert (status["rollbacks"], status["commits"]) == (TIMES, 1)
+    assert read_all(server, trainer, 2) == {name: bits.tobytes() for name, bits in trainer.weights.items()}
+    assert stream.join().error is None
+    assert stream.tokens == 1500
+
+
+def test_later_versions_and_anchors_reach_both_ranks(followed: tuple[VllmServer, Publisher]) -> None:
+    server, trainer = followed
+    bad = trainer.step(2, 0.05, corrupt="content")
+    status = server.wait_status("refusal", lambda s: s["refusal"])
+    assert status["state_digest"] != bad.state_digest
+    trainer.anchor(bad)
+    assert server.wait_version(bad.version)["state_digest"] == bad.state_digest
+    assert read_all(server, trainer, 3) == {name: bits.tobytes() for name, bits in trainer.weights.items()}
+    assert server.get("/delta_sync/tensors?scan=1")["state_digest"] == bad.state_digest

@@ -25,6 +25,7 @@ from trl.chat_template_utils import supports_tool_calling
 
 from examples.wordle import text_rollout
 from examples.wordle.client import Turn, WordleClient
+from examples.wordle.cpu_bf16 import use_float32_products
 from examples.wordle.rewards import progress
 from trl_callback import DeltaSyncCallback
 
@@ -153,6 +154,8 @@ def config(args: argparse.Namespace, tools: bool) -> GRPOConfig:
 def main() -> None:
     args = parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
+    if not torch.cuda.is_available():
+        use_float32_products()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     trainer = GRPOTrainer(
         model=args.model,

@@ -17,9 +17,9 @@ from examples.wordle.client import Turn, WordleClient
 from examples.wordle.rewards import first_word, form, progress
 from examples.wordle.words import answers
 
-SYSTEM = "You play Wordle. Answer with one five-letter English word and nothing else."
-ASK = "Guess a word."
-AGAIN = "Guess another word."
+SYSTEM = "Answer with one five-letter English word."  # short: on a CPU, the prompt is most of the work
+ASK = "Guess."
+AGAIN = "Guess again."
 PLACEHOLDER = "PLACEHOLDER"
 
 Conversation = list[dict[str, str]]

@@ -19,8 +19,10 @@ def vllm_serve(args: argparse.Namespace, model: str, bucket: Path, port: int) ->
     command += ["--delta-sync-config", json.dumps({"read_back": True})]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--uvicorn-log-level", "warning"]
     command += ["--max-model-len", str(args.context), "--max-num-seqs", str(args.generations + 1)]
-    # Compiling takes minutes on two cores; a GPU is shared with the trainer.
-    return command + (["--gpu-memory-utilization", "0.4"] if has_gpu() else ["--enforce-eager"])
+    if has_gpu():
+        return [*command, "--gpu-memory-utilization", "0.4"]  # the trainer is on it too
+    # Compiling takes minutes on two cores. Small batches, so that rollouts' prompts don't hold up the open stream.
+    return [*command, "--enforce-eager", "--max-num-batched-tokens", "64"]
 
 
 def train(args: argparse.Namespace, model: str, bucket: Path, output: Path, vllm: str, env: str) -> list[str]:
@@ -60,3 +62,10 @@ def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def has_fast_bf16() -> bool:
+    """Whether bf16 matrices multiply fast here: on a GPU, or on a CPU with instructions for it (AVX512-BF16, AMX)."""
+    import torch
+
+    return has_gpu() or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

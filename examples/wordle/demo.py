@@ -130,13 +130,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "models", help="keeps the converted model")
     parser.add_argument("--output", type=Path, default=ROOT / "runs", help="gets a folder per run")
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps; the criteria want 8 versions")
-    parser.add_argument("--generations", type=int, default=8, help="games per step")
-    parser.add_argument("--turns", type=int, default=2, help="guesses per game")
+    parser.add_argument("--generations", type=int, help="games per step (8, or 4 where bf16 is slow)")
+    parser.add_argument("--turns", type=int, help="guesses per game (2, or 1 where bf16 is slow)")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--context", type=int, default=1024, help="the server's --max-model-len; a stream fills it")
     parser.add_argument("--server-timeout", type=float, default=600, help="seconds until a server must be healthy")
     parser.add_argument("--train-timeout", type=float, default=1800, help="seconds until training must have ended")
-    return parser.parse_args()
+    args = parser.parse_args()
+    generations, turns = (8, 2) if commands.has_fast_bf16() else (4, 1)
+    args.generations, args.turns = args.generations or generations, args.turns or turns
+    return args
 
 
 def main() -> int:

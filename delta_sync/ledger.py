@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import random
 import threading
 import time
@@ -62,8 +63,10 @@ class Ledger:
     call changes nothing: the next one starts from what was last known to be good.
     """
 
-    def __init__(self, store: Store, limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(self, store: Store, limits: Limits = DEFAULT_LIMITS, *, relist_seconds: float = 1.0) -> None:
         self.store, self.limits = store, limits
+        self._relist_seconds = relist_seconds
+        self._listed: tuple[float, Head | None] = (-math.inf, None)  # when, and what HEAD said then
         self._seen: Manifest | None = None
         self._reader = ManifestReader(store, limits)
 
@@ -72,8 +75,9 @@ class Ledger:
     def head(self) -> Manifest | None:
         """The newest version, or None before the first; ChainError, FormatError or IntegrityError if it is damaged.
 
-        After the first call this costs three small reads while nothing changes: HEAD, the next version's key,
-        and the next epoch's.
+        After the first call this costs three small reads while nothing changes: HEAD, the next version's key, and the
+        next epoch's. While an epoch is claimed but has no version yet, manifests are listed when HEAD changes, else
+        every ``relist_seconds``.
         """
         hint, seen = self._hint(), self._seen
         if seen is not None and (hint is None or hint.run != seen.run) and not self._exists(seen.key):
@@ -81,10 +85,14 @@ class Ledger:
         found: Manifest | None = None
         if seen is not None and not self._newer_epoch(seen, hint):
             found = walk_forward(self._reader, seen, hint)
-        found = found or newest_listed(self._reader)
+        elif seen is not None and self._just_listed(hint):
+            found = seen
+        if found is None:
+            self._listed = (time.monotonic(), hint)
+            found = newest_listed(self._reader)
         if seen is not None and (found is None or _order(found) < _order(seen)):
             found = seen
-        if found is not None and hint is not None and hint.key == found.key:
+        if found is not None and found is not seen and hint is not None and hint.key == found.key:
             expect(f"sha256 of {found.key}", hint.manifest, found.sha256)
         self._seen = found
         return found
@@ -239,6 +247,10 @@ class Ledger:
 
     def _newer_epoch(self, seen: Manifest, hint: Head | None) -> bool:
         return (hint is not None and hint.epoch > seen.epoch) or self._exists(epoch_key(seen.epoch + 1))
+
+    def _just_listed(self, hint: Head | None) -> bool:
+        when, then = self._listed
+        return hint == then and time.monotonic() - when < self._relist_seconds
 
     def _exists(self, key: str) -> bool:
         try:

@@ -211,7 +211,7 @@ class Writer:
 
     def _check_fence(self, manifest: Manifest | None = None) -> None:
         """ConflictError if another writer claimed a newer epoch or committed the same version beside us."""
-        while (newer := self._claim_after(self.epoch)) is not None:
+        while (newer := self._claim_after(self.epoch, manifest)) is not None:
             if newer != self._attempt:
                 raise self._taken_over(f"writer {newer.writer!r}, who claimed epoch {newer.epoch}", manifest)
             self.claim = newer
@@ -222,11 +222,13 @@ class Writer:
             if name and name.epoch >= self.epoch and name.writer != self.writer:
                 raise self._taken_over(f"writer {name.writer!r}, who committed {name.key}", manifest)
 
-    def _claim_after(self, epoch: int) -> Epoch | None:
+    def _claim_after(self, epoch: int, manifest: Manifest | None) -> Epoch | None:
         try:
             return self.ledger.epoch(epoch + 1)
         except NotFoundError:
             return None
+        except (FormatError, IntegrityError) as error:  # somebody's all the same
+            raise self._taken_over(f"an unreadable claim of epoch {epoch + 1}", manifest) from error
 
     def _taken_over(self, other: str, manifest: Manifest | None) -> ConflictError:
         fate = f" (version {manifest.version} of this writer may be left out of the run)" if manifest else ""
@@ -253,16 +255,29 @@ def _object_refs(version: int, epoch: int, objects: Sequence[bytes]) -> Iterator
 def _claim_epoch(ledger: Ledger, run: str | None, writer: str) -> Epoch:
     """Create the claim of the first free epoch."""
     for _ in range(CLAIM_ATTEMPTS):
-        newest = (ledger.epochs() or [0])[-1]
-        kept = ledger.epoch(newest).run if newest else None
+        epochs = ledger.epochs()
+        kept = _kept_run(ledger, epochs)
         if run is not None and kept not in (None, run):
             raise ConflictError("run", expected=run, got=f"{kept} in that store", remedy="use another folder or run")
-        claim = Epoch(kept or run or uuid.uuid4().hex, newest + 1, writer, time.time())
+        claim = Epoch(kept or run or uuid.uuid4().hex, max(epochs, default=0) + 1, writer, time.time())
         Epoch.from_bytes(claim.to_bytes())  # FormatError for a name that no key can carry
         if _create_or_read(ledger.store, claim.key, claim.to_bytes(), RECORD_BYTES) is None:
             return claim
     got = f"{CLAIM_ATTEMPTS} numbers taken by others"
     raise ConflictError("claim of an epoch", expected="a free number", got=got, remedy="stop the other publishers")
+
+
+def _kept_run(ledger: Ledger, epochs: Sequence[int]) -> str | None:
+    """The run's name, by the newest claim that can be read; None in an empty store, FormatError if none can."""
+    damage: FormatError | IntegrityError | None = None
+    for epoch in reversed(epochs):
+        try:
+            return ledger.epoch(epoch).run
+        except (FormatError, IntegrityError) as error:
+            damage = error
+    if damage is not None:
+        raise damage
+    return None
 
 
 def _parse_or_none(data: bytes) -> Manifest | None:

@@ -18,6 +18,7 @@ from delta_sync.store.base import ObjectInfo, Store, check_range
 from delta_sync.store.keys import TEMPORARY, check_key, check_prefix
 
 STALE_SECONDS = 24 * 3600.0
+_CLEANED: set[Path] = set()
 _REMEDIES = {
     errno.ENOSPC: "free space in that file system, then try again",
     errno.EDQUOT: "raise the quota or free space, then try again",
@@ -36,14 +37,16 @@ class LocalStore(Store):
 
     A write goes to a temporary file in the target's own folder, is fsynced, renamed over (put) or linked to (create)
     the target, and the folder is fsynced: a reader sees the old object or the whole new one, and what was written
-    survives a power cut. Temporary files are in no listing; opening the store removes those older than a day.
-    The folder appears with the first write. Symbolic links below it are refused: they could leave it.
+    survives a power cut. Temporary files are in no listing; a process that opens the store removes those that are
+    older than a day. The folder appears with the first write. Symbolic links below it are refused: they could leave it.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.root = Path(path).expanduser().resolve()
         self.uri = f"file://{self.root}"
-        _remove_stale(self.root)
+        if self.root not in _CLEANED:  # once in each process: looking through a long run's folders takes a while
+            _CLEANED.add(self.root)
+            _remove_stale(self.root)
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         """Write or replace one object."""

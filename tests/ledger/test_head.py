@@ -135,6 +135,36 @@ def test_wait_newer_sees_a_commit_a_deadline_and_a_stop(run):
     assert found == run.writer.head
 
 
+def test_a_claim_without_a_version_does_not_make_every_look_a_listing(memory):
+    from faulty_store import FaultyStore
+
+    run = TinyRun(memory)
+    run.origin()
+    counting = FaultyStore(memory)
+    ledger = Ledger(counting, relist_seconds=60)
+    ledger.head()
+    second = Writer.open(Ledger(memory))
+    counting.names.clear()
+    for _ in range(5):
+        assert ledger.head() == run.writer.head
+    assert not [name for name in counting.names if name.startswith("list")]
+    resumed = commit_origin(second, run.now)
+    assert ledger.head() == resumed  # HEAD changed, so it is listed at once
+
+
+def test_a_new_epoch_is_found_without_head_too(memory):
+    run = TinyRun(memory)
+    run.origin()
+    ledger = Ledger(memory, relist_seconds=0.05)
+    ledger.head()
+    second = Writer.open(Ledger(memory))
+    ledger.head()
+    resumed = commit_origin(second, run.now)
+    hint(memory, run.writer.head)
+    newer = ledger.wait_newer(position(run.writer.head), time.monotonic() + 30, poll_seconds=0.01)
+    assert newer == resumed
+
+
 # --- two writers
 
 
@@ -250,6 +280,20 @@ def test_another_run_in_the_store_is_a_conflict(run):
     with pytest.raises(ConflictError, match="another folder"):
         Writer.open(Ledger(run.store), run="my-run")
     assert Writer.open(Ledger(run.store), run=run.writer.run).epoch == 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b" " * 10**6])
+def test_a_damaged_claim_is_somebodys_and_does_not_end_the_run(run, damage):
+    run.origin()
+    run.store.put(epoch_key(2), damage)
+    with pytest.raises(ConflictError, match="unreadable claim of epoch 2"):
+        run.delta()
+    third = Writer.open(Ledger(run.store))
+    assert (third.epoch, third.run, third.previous) == (3, run.writer.run, run.writer.head)
+    for epoch in (1, 3):
+        run.store.put(epoch_key(epoch), damage)
+    with pytest.raises((FormatError, IntegrityError)):
+        Writer.open(Ledger(run.store))
 
 
 # --- resumed runs

@@ -38,18 +38,17 @@ def test_readers_follow_a_writer_that_is_killed_and_restarted(tmp_path):
     processes = [start("read", run, log, stop) for log in logs]
     try:
         for kill in range(KILLS + 1):
-            # the last one gets as far as its first delta, and so past its anchor; the others die anywhere
-            wanted = len(lines(promises)) + (2 if kill == KILLS else 1)
+            # killed at some commit, its anchor's perhaps; the last one gets as far as its first delta
+            wanted = len(lines(promises)) + random_source.randint(2 if kill == KILLS else 1, 6)
             writer = start("write", run, promises)
             processes.append(writer)
-            wait_until(lambda wanted=wanted: len(lines(promises)) >= wanted, 60, "a commit")
-            time.sleep(random_source.uniform(0.0, 0.2))
+            wait_until(lambda wanted=wanted: len(lines(promises)) >= wanted, 120, "a commit")
             assert writer.poll() is None, writer.stderr.read()
             writer.kill()
             writer.wait(10)
         stop.touch()
         for reader in processes[:3]:
-            _, errors = reader.communicate(timeout=60)
+            _, errors = reader.communicate(timeout=120)
             assert reader.returncode == 0, errors
     finally:
         for process in processes:
@@ -66,7 +65,7 @@ def check(run, promises, logs):
     assert sorted(manifest.version for manifest in chain.values()) == list(range(1, head.version + 1))
     assert head.epoch == KILLS + 1
     promised = [line.split()[1] for line in lines(promises) if len(line.split()) == 2 and len(line.split()[1]) == 64]
-    assert len(promised) > 2 * KILLS
+    assert len(promised) > KILLS + 1
     assert not set(promised) - chain.keys(), "a committed version was lost"
     for log in logs:
         followed = json.loads(log.read_text())["followed"]

@@ -48,7 +48,7 @@ class Run(RuleBasedStateMachine):
         self.fenced = []
         self.publisher = Publisher(FaultyStore(self.store))
         self.replicas = [Replica(self.store) for _ in range(2)]
-        self.late_heads = Ledger(self.store)
+        self.late_heads = Ledger(self.store, relist_seconds=0)
         self.order = (0, 0)
         self.publish_origin(first_bits())
 

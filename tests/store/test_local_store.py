@@ -164,13 +164,16 @@ def test_the_store_itself_may_lie_behind_a_link(tmp_path):
     assert LocalStore(tmp_path / "real").get("a", max_bytes=1) == b"1"
 
 
-def test_temporary_files_are_invisible_and_go_after_a_day(store, tmp_path):
+def test_temporary_files_are_invisible_and_go_after_a_day(store, tmp_path, monkeypatch):
     store.put("a/b", b"1")
     young, old = tmp_path / "a" / f"{TEMPORARY}young", tmp_path / "a" / f"{TEMPORARY}old"
     for path, age in ((young, 3600), (old, 25 * 3600)):
         path.write_bytes(b"half an obj")
         os.utime(path, (time.time() - age,) * 2)
     assert [info.key for info in store.list("")] == ["a/b"]
+    LocalStore(tmp_path)
+    assert old.exists()  # this process has looked already
+    monkeypatch.setattr("delta_sync.store.local._CLEANED", set())
     LocalStore(tmp_path)
     assert young.exists()
     assert not old.exists()

@@ -27,6 +27,7 @@ def encode_delta(header: DeltaHeader, deltas: Sequence[TensorDelta]) -> bytes:
     codec = codec_named(header.codec)
     for delta in deltas:
         check(delta)
+    _check_disjoint(deltas)
     parts = list(_grouped(deltas))
     table = [_table_group(part) for part in parts]
     metadata = to_metadata(header, table)

@@ -7,7 +7,7 @@ It catches accidents; malice is what hashes and signatures are for. docs/FORMAT.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -174,7 +174,7 @@ def model_fingerprint(tensors: Mapping[str, TensorState]) -> str:
     return _hash_lines(tensors, lambda state: b"\n")
 
 
-def _hash_lines(tensors: Mapping[str, TensorState], end: Any) -> str:
+def _hash_lines(tensors: Mapping[str, TensorState], end: Callable[[TensorState], bytes]) -> str:
     total = hashlib.sha256()
     for name in sorted(tensors, key=str.encode):
         state = tensors[name]

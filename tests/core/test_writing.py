@@ -61,6 +61,15 @@ def test_a_step_of_zero_is_not_written():
         encode_delta(HEADER, [delta])
 
 
+def test_one_position_in_both_encodings_is_not_written():
+    both = [
+        TensorDelta("w", BF16, (10,), "ulp", positions(1, 4), bits(1, 1)),
+        TensorDelta("w", BF16, (10,), "raw", positions(0, 4), bits(1, 1)),
+    ]
+    with pytest.raises(FormatError, match="tensor 'w', expected each position in one encoding, got one in both"):
+        encode_delta(HEADER, both)
+
+
 BAD_HEADERS = {
     "reserved key": (DeltaHeader("r", 1, 0, DEFAULT_CODEC, {"codec": "x"}), r"extra, expected keys other than"),
     "not text": (DeltaHeader("r", 1, 0, DEFAULT_CODEC, {"x": "\ud800"}), "object of Unicode strings"),

@@ -2,9 +2,10 @@
 PYTHON  ?= python3
 VENV    ?= .venv
 BACKEND ?= auto
+OLDEST  ?= .venv-oldest
 PY      := $(VENV)/bin/python
 
-.PHONY: demo test test-long check bench setup clean
+.PHONY: demo test test-long test-oldest check bench setup clean
 
 setup:
 	@$(PYTHON) scripts/setup_env.py $(VENV) --backend $(BACKEND)
@@ -17,6 +18,12 @@ test: setup
 
 test-long: setup
 	$(PY) -m pytest -m "long and not gpu" $(ARGS)
+	$(MAKE) test-oldest
+
+# The same tests against the oldest vLLM with a CPU build and the oldest TRL that are supported.
+test-oldest:
+	@$(PYTHON) scripts/setup_env.py $(OLDEST) --backend cpu --vllm 0.27.0 --trl 1.11.0
+	$(OLDEST)/bin/python -m pytest -m "not long and not gpu" tests/worker tests/engine tests/trainer
 
 check: setup
 	$(PY) -m ruff check .

@@ -102,7 +102,11 @@ class RankSync:
                 f"commit of version {target}", expected="staged on the live bits", got="live bits moved"
             )
         self._faults.at("commit")
-        self._swap(staged, lambda: self._faults.at("commit_half"))
+        try:
+            self._swap(staged, lambda: self._faults.at("commit_half"))
+        except BaseException:
+            self._base = self._generation  # a failed swap has put the old bits back
+            raise
         self._committed = target
         return {"state": "committed", "generation": self._generation}
 

@@ -18,17 +18,15 @@ from delta_sync.manifest import Manifest, TensorState
 from delta_sync.store.open import open_store
 from delta_sync.writer import Writer
 
-BF16 = DTYPES["BF16"]
-
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
-    """A bfloat16 tensor's bits, flat uint16."""
+    """A 16-bit tensor's bits, flat uint16."""
     return tensor.contiguous().view(torch.int16).numpy().view(np.uint16).reshape(-1)
 
 
-def states(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorState]:
+def states(tensors: Mapping[str, torch.Tensor], dtype: str = "BF16") -> dict[str, TensorState]:
     """Every tensor's published state."""
-    return {n: TensorState("BF16", tuple(t.shape), digest(bits(t), tensor_key(n))) for n, t in tensors.items()}
+    return {n: TensorState(dtype, tuple(t.shape), digest(bits(t), tensor_key(n))) for n, t in tensors.items()}
 
 
 def nudged(tensors: Mapping[str, torch.Tensor], share: float, seed: int) -> dict[str, torch.Tensor]:
@@ -45,7 +43,9 @@ def nudged(tensors: Mapping[str, torch.Tensor], share: float, seed: int) -> dict
 
 
 class Publisher:
-    """Publishes versions of a set of bfloat16 tensors into a local folder."""
+    """Publishes versions of a set of 16-bit tensors into a local folder."""
+
+    dtype = "BF16"
 
     def __init__(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         self.uri = str(folder)
@@ -53,31 +53,33 @@ class Publisher:
         self._folder = folder
         self._writer = Writer.open(self.ledger, run="test")
         self.tensors = dict(tensors)
-        self.origin = self._commit("origin", states(self.tensors), [], 0)
+        self.origin = self._commit("origin", states(self.tensors, self.dtype), [], 0)
 
     def delta(self, new: Mapping[str, torch.Tensor], claimed: Mapping[str, torch.Tensor] | None = None) -> Manifest:
         """Publish the step to ``new``; the manifest's digests are those of ``claimed`` if it is given."""
         version = self._writer.head.version + 1
-        deltas = [diff(n, BF16, new[n].shape, bits(self.tensors[n]), bits(new[n])) for n in new]
+        deltas = [diff(n, DTYPES[self.dtype], new[n].shape, bits(self.tensors[n]), bits(new[n])) for n in new]
         deltas = [d for d in deltas if d.changed]
         data = encode_delta(DeltaHeader("test", version, version - 1, DEFAULT_CODEC), deltas)
         self.tensors = dict(new if claimed is None else claimed)
-        after = states(self.tensors)
+        after = states(self.tensors, self.dtype)
         return self._commit("delta", {d.name: after[d.name] for d in deltas}, [data], sum(d.changed for d in deltas))
 
     def anchor(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         """Attach complete weights to the newest version."""
         values = self.tensors if tensors is None else tensors
         folder = self._folder.parent / f"{self._folder.name}-anchor-{self._writer.head.version}"
-        files = write_anchor_files(folder, ((n, BF16, tuple(t.shape), bits(t)) for n, t in values.items()))
-        self._writer.attach_anchor(self._writer.head, files, states(self.tensors))
+        files = write_anchor_files(
+            folder, ((n, DTYPES[self.dtype], tuple(t.shape), bits(t)) for n, t in values.items())
+        )
+        self._writer.attach_anchor(self._writer.head, files, states(self.tensors, self.dtype))
 
     def object_path(self, manifest: Manifest) -> Path:
         """Where a version's first object lies on disk."""
         return self._folder / manifest.objects[0].key
 
     def _commit(self, kind: str, changed: Mapping[str, TensorState], objects: list[bytes], count: int) -> Manifest:
-        everything = states(self.tensors)
+        everything = states(self.tensors, self.dtype)
         return self._writer.commit(
             kind,
             (0, 0),

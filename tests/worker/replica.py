@@ -73,6 +73,11 @@ class Replica:
         return {n: p.data.contiguous().view(torch.int16).numpy().copy() for n, p in self.model.named_parameters()}
 
 
+def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+    """Whether two models' bits are equal."""
+    return one.keys() == other.keys() and all(np.array_equal(one[n], other[n]) for n in one)
+
+
 @contextmanager
 def replica(checkpoint: Path, **options: Any) -> Iterator[Replica]:
     """A running engine over ``checkpoint``; torn down at the end, so that the next one fits in memory."""

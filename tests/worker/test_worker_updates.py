@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 import torch
 from publishing import Publisher, nudged
-from replica import Replica, replica
+from replica import Replica, replica, same
 
 from delta_sync.plan import Position
 
@@ -27,7 +27,7 @@ class Case:
     fresh_tokens: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=list(tiny_models.CONFIGS))
+@pytest.fixture(scope="module", params=tiny_models.KINDS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     folder = tmp_path_factory.mktemp(request.param)
     old = tiny_models.make(request.param, folder / "old")
@@ -37,10 +37,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         fresh_bits, fresh_tokens = fresh.bits(), fresh.tokens()
     with replica(old) as live:
         yield Case(live, Publisher(folder / "run", values), new, fresh_bits, fresh_tokens)
-
-
-def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
-    return one.keys() == other.keys() and all(np.array_equal(one[n], other[n]) for n in one)
 
 
 def combined(regions: dict[str, int]) -> dict[str, int]:

@@ -116,7 +116,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         pairs = zip(args[0], args[1], strict=True) if isinstance(args[0], list | tuple) else [(args[0], args[1])]
         for dst, src in pairs:
             self._copy_one(dst, src, str(func))
-        return args[0]
+        return args[0] if func._schema.returns else None
 
     def _copy_one(self, dst: torch.Tensor, src: torch.Tensor, op: str) -> None:
         origin = self._origin(src)
@@ -155,7 +155,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sources = [o for t in tree_leaves(args) if isinstance(t, torch.Tensor) and (o := self._origin(t))]
             names = set().union(*(names for names, _ in sources)) or {self.current}
             self._refuse(names, f"it is written by {func}, not by a plain copy")
-        return written[0]
+        return written[0] if func._schema.returns else None
 
     def _refuse(self, names: set[str], reason: str) -> None:
         for name in names:

@@ -1,0 +1,228 @@
+"""Parts of the worker that need no engine: swaps, audits, jobs, headers, refused settings."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace as Space
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from delta_sync.errors import MappingError, SyncTimeoutError
+from vllm_delta_plugin.audit import scan
+from vllm_delta_plugin.background import Cancelled, Job, describe
+from vllm_delta_plugin.checkpoint_index import checkpoint_tensors
+from vllm_delta_plugin.commit import Host, HostSwap
+from vllm_delta_plugin.coverage import TensorInfo, WeightMap
+from vllm_delta_plugin.faults import Faults, InjectedFault
+from vllm_delta_plugin.gpu_swap import _TorchGroup
+from vllm_delta_plugin.live_storage import LiveStorage, live_storage
+from vllm_delta_plugin.refusals import check_config
+from vllm_delta_plugin.regions import make_region
+from vllm_delta_plugin.staged import StageBuilder, StageTooLargeError, Update
+
+
+def storages(count: int = 3, size: int = 50) -> list[LiveStorage]:
+    generator = torch.Generator().manual_seed(1)
+    return [live_storage(f"p{i}", torch.randn(size, generator=generator).to(torch.bfloat16)) for i in range(count)]
+
+
+def updates(live: list[LiveStorage]) -> list[Update]:
+    rng = np.random.default_rng(2)
+    return [
+        Update(s, np.sort(rng.choice(s.array.size, 9, replace=False)), rng.integers(0, 2**16, 9).astype(np.uint16))
+        for s in live
+    ]
+
+
+def test_swapping_twice_restores_every_bit() -> None:
+    live = storages()
+    staged = updates(live)
+    before, wanted = [s.array.copy() for s in live], [u.bits.copy() for u in staged]
+    swap = HostSwap(staged)
+    swap.swap(lambda: None)
+    for storage, update, new, old in zip(live, staged, wanted, before, strict=True):
+        assert np.array_equal(storage.array[update.index], new)
+        untouched = np.ones(old.size, bool)
+        untouched[update.index] = False
+        assert np.array_equal(storage.array[untouched], old[untouched])
+    swap.swap(lambda: None)
+    assert all(np.array_equal(s.array, b) for s, b in zip(live, before, strict=True))
+    assert all(np.array_equal(u.bits, w) for u, w in zip(staged, wanted, strict=True))
+
+
+def test_a_swap_that_fails_half_way_puts_the_old_bits_back() -> None:
+    live = storages()
+    before = [s.array.copy() for s in live]
+    touched = []
+
+    def fail() -> None:
+        touched.append(not np.array_equal(live[0].array, before[0]))
+        raise InjectedFault("half way")
+
+    with pytest.raises(InjectedFault):
+        HostSwap(updates(live)).swap(fail)
+    assert touched == [True], "the fault must come after something was written"
+    assert all(np.array_equal(s.array, b) for s, b in zip(live, before, strict=True))
+
+
+def test_the_torch_fallback_swaps_like_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    live, same = storages(), storages()
+    HostSwap(updates(live)).swap(lambda: None)
+    group = _TorchGroup(updates(same), torch.device("cpu"))
+    group.exchange(None)
+    assert all(np.array_equal(a.array, b.array) for a, b in zip(live, same, strict=True))
+    group.exchange(None)
+    assert all(np.array_equal(a.array, b.array) for a, b in zip(storages(), same, strict=True))
+
+
+def weight_map() -> WeightMap:
+    live = storages(2)
+    regions = {f"t{i}": [make_region(f"t{i}", i, (50,), 0, (1,), 0, (1,))] for i in range(2)}
+    return WeightMap(live, {f"t{i}": TensorInfo(s.dtype, (50,)) for i, s in enumerate(live)}, regions)
+
+
+def run(work: Callable[[Job[dict[str, int]]], dict[str, int]]) -> Job[dict[str, int]]:
+    job = Job("test", 0, work)
+    deadline = time.monotonic() + 20
+    while job.running:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return job
+
+
+def test_a_scan_crossed_by_a_commit_starts_over() -> None:
+    weights = weight_map()
+    reads = iter([0, 0, 0, 1, 2, 2, 2, 2, 2])  # a commit starts during the first scan and ends before the second
+
+    job = run(lambda job: scan(job, weights, Host(), lambda: next(reads)))
+    assert job.result == weights.digests()
+    assert next(reads, None) is not None
+
+
+def test_a_scan_that_commits_never_leave_alone_gives_up() -> None:
+    ticks = iter(range(10**6))
+    job = run(lambda job: scan(job, weight_map(), Host(), lambda: next(ticks)))
+    assert isinstance(job.error, SyncTimeoutError)
+
+
+def test_a_cancelled_job_ends() -> None:
+    started = threading.Event()
+
+    def work(job: Job[dict[str, int]]) -> dict[str, int]:
+        started.set()
+        while True:
+            job.reading("deltas/x")
+            time.sleep(0.001)
+
+    job = Job("test", 0, work)
+    assert started.wait(20)
+    job.cancel()
+    deadline = time.monotonic() + 20
+    while job.running and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert isinstance(job.error, Cancelled) and job.object == "deltas/x"
+
+
+def test_errors_are_described_for_the_engine() -> None:
+    error = describe(MappingError("tensor 'x'", expected=1, got=2), "deltas/1")
+    assert error == {
+        "kind": "MappingError",
+        "action": "unsupported",
+        "error": "tensor 'x', expected 1, got 2",
+        "object": "deltas/1",
+    }
+    assert describe(RuntimeError())["error"] == "RuntimeError"
+
+
+def test_staging_stops_at_its_limit_and_drops_what_does_not_change() -> None:
+    weights = weight_map()
+    region = weights.regions["t0"][0]
+    live = weights.storages[0].array
+    index = np.arange(50, dtype=np.int64)
+    builder = StageBuilder(weights, limit=100)
+    builder.add_values(region, index, index, live, live.copy())
+    assert (builder.changed, builder.parts, builder.updates()) == (0, {}, [])
+    with pytest.raises(StageTooLargeError):
+        builder.add_values(region, index, index, live, live + np.uint16(1))
+
+
+def test_faults_fire_as_often_as_asked_on_the_named_rank() -> None:
+    faults = Faults(1, {"rank": 1, "at": "commit", "times": 2})
+    faults.at("stage")
+    for _ in range(2):
+        with pytest.raises(InjectedFault):
+            faults.at("commit")
+    faults.at("commit")
+    Faults(0, {"rank": 1, "at": "commit"}).at("commit")
+    with pytest.raises(ValueError, match="nowhere"):
+        Faults(0, {"at": "nowhere"})
+
+
+def test_checkpoint_headers_are_read_over_shards(tmp_path: Path) -> None:
+    for number, name in ((1, "a"), (2, "b")):
+        save_file({name: torch.zeros(number, 3)}, tmp_path / f"model-{number}.safetensors")
+    save_file({"stray": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
+    assert checkpoint_tensors(str(tmp_path)) == {"a": (1, 3), "b": (2, 3)}
+    index = '{"weight_map": {"b": "model-2.safetensors"}}'
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert checkpoint_tensors(str(tmp_path)) == {"b": (2, 3)}
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "pytorch_model.bin"])
+def test_other_checkpoints_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(MappingError, match="safetensors"):
+        checkpoint_tensors(str(tmp_path))
+    with pytest.raises(MappingError, match="a file or URL"):
+        checkpoint_tensors(str(tmp_path / name))
+
+
+def test_a_damaged_header_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(MappingError, match="a safetensors header"):
+        checkpoint_tensors(str(tmp_path))
+
+
+def config(**changes: object) -> Space:
+    """A VllmConfig that can be served, with dotted settings changed."""
+    value = Space(
+        model_config=Space(quantization=None, enable_sleep_mode=False),
+        load_config=Space(load_format="auto"),
+        parallel_config=Space(enable_eplb=False),
+        cache_config=Space(),
+        offload_config=Space(uva=Space(cpu_offload_gb=0), prefetch=Space(offload_group_size=0)),
+        lora_config=None,
+    )
+    for path, setting in changes.items():
+        *parents, leaf = path.split("__")
+        place = value
+        for parent in parents:
+            place = getattr(place, parent)
+        setattr(place, leaf, setting)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"model_config__quantization": "fp8"}, "quantization.*fp8"),
+        ({"model_config__enable_sleep_mode": True}, "sleep mode"),
+        ({"load_config__load_format": "bitsandbytes"}, "load format.*bitsandbytes"),
+        ({"parallel_config__enable_eplb": True}, "expert load balancing"),
+        ({"lora_config": Space()}, "LoRA"),
+        ({"cache_config__cpu_offload_gb": 4}, "weight offload"),
+        ({"offload_config__uva__cpu_offload_gb": 4}, "weight offload"),
+        ({"offload_config__prefetch__offload_group_size": 2}, "weight offload"),
+    ],
+)
+def test_settings_that_change_what_lives_in_memory_are_refused(changes: dict[str, object], what: str) -> None:
+    check_config(config())
+    with pytest.raises(MappingError, match=what):
+        check_config(config(**changes))

@@ -7,7 +7,7 @@ from typing import Any
 
 from delta_sync.errors import ConflictError, MappingError
 from delta_sync.ledger import Ledger
-from delta_sync.plan import Plan
+from delta_sync.plan import plan_from_dict
 from delta_sync.store.open import open_store
 from vllm_delta_plugin import background, stage
 from vllm_delta_plugin.anchor_diff import load_dense
@@ -58,18 +58,18 @@ class RankSync:
             "aliases": self.weights.aliases,
         }
 
-    def stage_begin(self, plan: Plan) -> Reply:
-        """Start staging; whatever was staged before is dropped. ConflictError while a commit is not settled."""
+    def stage_begin(self, message: Mapping[str, Any]) -> Reply:
+        """Start staging a serialised plan; what was staged before is dropped. ConflictError on an open commit."""
         self._no_open_commit()
         self.stage_drop()
         self._base = self._generation
 
         def work(job: Job[Staged]) -> Staged:
             self._faults.at("stage")
-            return stage.stage(job, self._rank, self._ledger, plan)
+            return stage.stage(job, self._rank, self._ledger, plan_from_dict(message))
 
         self._stage = Job("delta-sync-stage", background.STAGING, work)
-        return {"state": "staging", "target": plan.target.version}
+        return {"state": "staging"}
 
     def stage_poll(self) -> Reply:
         """Where staging (or a dense load) stands; sums once staged, fresh digests once loaded."""
@@ -129,8 +129,9 @@ class RankSync:
         self._committed, self._stage, self.version = None, None, target
         return {"state": "idle", "version": target}
 
-    def load_dense(self, plan: Plan) -> Reply:
+    def load_dense(self, message: Mapping[str, Any]) -> Reply:
         """Start overwriting live weights with a plan's target; the engine must be paused, and verify afterwards."""
+        plan = plan_from_dict(message)
         self.stage_drop()
         self._generation += 2
         self._dense_target = plan.target.version

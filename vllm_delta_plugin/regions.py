@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ class Region:
         """Number of elements."""
         return int(np.prod(self.shape, dtype=np.int64))
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Identity of the *source* elements: equal on two ranks exactly when they hold copies of the same elements."""
         dims = _merge([(n, s, 0) for n, s in zip(self.shape, self.src_strides, strict=True)], source_only=True)

@@ -56,6 +56,11 @@ class StageBuilder:
     _index: dict[int, list[Index]] = field(default_factory=dict)
     _bits: dict[int, list[Array]] = field(default_factory=dict)
     _bytes: int = 0
+    _counted: dict[str, Region] = field(default_factory=dict)  # of several live copies of a region, the one summed up
+
+    def __post_init__(self) -> None:
+        for region in (region for regions in self.weights.regions.values() for region in regions):
+            self._counted.setdefault(region.key, region)
 
     def add_deltas(self, deltas: Mapping[str, Sequence[TensorDelta]]) -> None:
         """Stage every tensor's folded deltas; MappingError if one does not fit, StageTooLargeError."""
@@ -94,9 +99,7 @@ class StageBuilder:
         self._bits.setdefault(region.storage, []).append(new)
 
     def _note(self, region: Region, change: int, count: int) -> None:
-        """Add to the region's sum; a second live copy of the region on this rank only has to agree."""
-        twins = [r for r in self.weights.regions[region.tensor] if r.key == region.key]
-        if region == twins[0]:
+        if region is self._counted[region.key] or region == self._counted[region.key]:
             self.parts[region.key] = (self.parts.get(region.key, 0) + change) % 2**64
             self.changed += count
 

@@ -15,7 +15,6 @@ from vllm_delta_plugin import worker_seams
 from vllm_delta_plugin.background import describe
 
 if TYPE_CHECKING:
-    from delta_sync.plan import Plan
     from vllm_delta_plugin.rank_sync import RankSync
 
 Reply = dict[str, Any]
@@ -59,7 +58,7 @@ class DeltaSyncWorkerExtension:
     @_answer
     def delta_sync_stage_begin(self: Any, plan: dict[str, Any]) -> Reply:
         """Start staging a serialised plan in the background."""
-        return _sync(self).stage_begin(_plan(plan))
+        return _sync(self).stage_begin(plan)
 
     @_answer
     def delta_sync_stage_poll(self: Any) -> Reply:
@@ -89,7 +88,7 @@ class DeltaSyncWorkerExtension:
     @_answer
     def delta_sync_load_dense(self: Any, plan: dict[str, Any]) -> Reply:
         """Start writing a plan's target over live weights, while the engine is paused; poll with stage_poll."""
-        return _sync(self).load_dense(_plan(plan))
+        return _sync(self).load_dense(plan)
 
     @_answer
     def delta_sync_audit_begin(self: Any) -> Reply:
@@ -112,9 +111,3 @@ def _sync(worker: Any) -> RankSync:
         raise RuntimeError("delta_sync_attach has not succeeded on this worker")
     rank: RankSync = worker._delta_sync_rank
     return rank
-
-
-def _plan(message: dict[str, Any]) -> Plan:
-    from delta_sync.plan import plan_from_dict
-
-    return plan_from_dict(message)

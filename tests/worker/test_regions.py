@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delta_sync import digest, tensor_key
+from delta_sync.digest import digest, tensor_key
 from delta_sync.errors import MappingError
 from vllm_delta_plugin.live_digest import region_digest, torch_digest
 from vllm_delta_plugin.live_storage import live_storage

@@ -13,12 +13,13 @@ KINDS = ("qwen3", "llama", "qwen3_moe", "qwen3_moe_fused", "mixtral")
 _VOCAB = 500  # not a multiple of vLLM's padding
 
 
-def make(kind: str, folder: Path, seed: int = 0) -> Path:
-    """Write a random bfloat16 checkpoint of a model family and return its folder."""
+def make(kind: str, folder: Path, seed: int = 0, **changes: object) -> Path:
+    """Write a random bfloat16 checkpoint of a model family, with other config settings if given; its folder."""
     from transformers import AutoModelForCausalLM
 
     settings = config(kind.removesuffix("_fused"))
-    settings.vocab_size = _VOCAB
+    for name, value in {"vocab_size": _VOCAB, **changes}.items():
+        setattr(settings, name, value)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
     with torch.no_grad():

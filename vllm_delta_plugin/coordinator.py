@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any
 
-from delta_sync.ack import Ack, State
-from delta_sync.errors import ChainError, DeltaSyncError, FormatError, IntegrityError, MappingError, StoreError
+from delta_sync.errors import ChainError, DeltaSyncError, FormatError, IntegrityError, MappingError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest
 from delta_sync.plan import Plan, Position
@@ -21,9 +20,9 @@ from vllm_delta_plugin.holding import Hold
 from vllm_delta_plugin.live import Live
 from vllm_delta_plugin.log import logger
 from vllm_delta_plugin.main_thread import EngineBroken, Stopped
-from vllm_delta_plugin.proof import Sums
 from vllm_delta_plugin.ranks import RankError
-from vllm_delta_plugin.status import Refusal, Status, as_mapping
+from vllm_delta_plugin.reporter import Reporter
+from vllm_delta_plugin.status import Status, as_mapping
 from vllm_delta_plugin.waiters import Waiters
 
 _TRANSIENT = ("StoreError", "SyncTimeoutError")  # kinds of a rank's error that say nothing about the version
@@ -38,6 +37,7 @@ class Coordinator:
     def __init__(self, config: ReplicaConfig, ledger: Ledger, live: Live, status: Status, stop: threading.Event):
         self._config, self._ledger, self._live, self.status = config, ledger, live, status
         self._stop = stop
+        self._report = Reporter(ledger, status, config.acknowledge)
         self._hold = Hold(config.retry)
         self._waiters = Waiters()
         self._scans: list[Future[dict[str, Any]]] = []
@@ -136,7 +136,10 @@ class Coordinator:
             plan = self._ledger.plan(position, self._live.state_digest, prefer_anchor=anchor)
         except _NO_WAY as error:
             self._tried_anchor = anchor
-            self._refuse_newest(error)
+            if self._newest is None:
+                raise
+            self._report.no_way(self._newest, error)
+            self._hold.start(self._signal(self._newest))
             return None
         self._tried_anchor = plan is not None and plan.start == "anchor"
         if plan is None:
@@ -177,9 +180,7 @@ class Coordinator:
         try:
             committed = self._live.commit(staged)
         except RolledBack as error:
-            self.status.counters.rollbacks += 1
-            self.status.served.commit_generation = self._live.generation
-            self.status.note_error(error, kind=f"RolledBack/{error.kind}")
+            self._report.rolled_back(error, self._live.generation)
             self._live.drop()
             self._live.request_audit()
             self._hold.start()
@@ -188,7 +189,8 @@ class Coordinator:
             self.status.update(staged=None)
         if committed.unsettled is not None:
             self.status.note_error(committed.unsettled)
-        self._record(staged, committed.milliseconds)
+        self._report.committed(staged, committed.milliseconds, self._live.generation)
+        self._arrived()
 
     def _load(self, plan: Plan) -> None:
         """Take an anchor that is too large to stage; until that succeeds nothing is served."""
@@ -201,77 +203,23 @@ class Coordinator:
                 raise
             self._refuse(plan, error)
             return
-        self.status.counters.commits += 1
-        self.status.counters.anchors_taken += 1
-        self._serve(plan.target, f"loaded from its anchor, paused for {milliseconds:.0f} ms")
+        self._report.loaded(plan.target, milliseconds, self._live.generation)
+        self._arrived()
 
     def _adopt(self, plan: Plan) -> None:
         """The live bits already are the target's: nothing to write, nothing to forget."""
         self._live.adopt(plan)
-        self._serve(plan.target, "live bits are this version's")
+        self._report.adopted(plan.target, self._live.generation)
+        self._arrived()
 
-    def _record(self, staged: Staged, milliseconds: float) -> None:
-        counters = self.status.counters
-        counters.commits += 1
-        counters.anchors_taken += staged.plan.start == "anchor"
-        counters.changed_elements_last = staged.changed
-        counters.commit_ms_last, counters.stage_seconds_last = milliseconds, staged.seconds
-        how = f"from {staged.plan.start}, {staged.changed} elements changed, "
-        how += f"staged in {staged.seconds:.2f} s, committed in {milliseconds:.2f} ms"
-        self._serve(staged.plan.target, how)
-
-    def _serve(self, target: Manifest, how: str) -> None:
-        served = self.status.served
-        served.version, served.epoch, served.manifest = target.version, target.epoch, target.sha256
-        served.state_digest, served.commit_generation = target.state_digest, self._live.generation
+    def _arrived(self) -> None:
         self._hold.clear()
         self._tried_anchor = False
-        self.status.healed()
-        logger.info("delta sync: serving version %d (%s)", target.version, how)
-        self._acknowledge()
         self._serve_waiters()
 
-    # -- refusing ------------------------------------------------------------------------------
-
     def _refuse(self, plan: Plan, error: DeltaSyncError) -> None:
-        kind = error.kind if isinstance(error, RankError) else type(error).__name__
-        key = error.object_key if isinstance(error, RankError) else None
-        guilty = next((m for m in plan.deltas if any(o.key == key for o in m.objects)), plan.target)
-        self._note_refusal(Refusal(guilty.version, guilty.sha256, key, kind, str(error)), plan.target)
-
-    def _refuse_newest(self, error: DeltaSyncError) -> None:
-        newest = self._newest
-        if newest is None:
-            raise error
-        kind = type(error).__name__
-        self._note_refusal(Refusal(newest.version, newest.sha256, None, kind, str(error)), newest)
-
-    def _note_refusal(self, refusal: Refusal, newest: Manifest) -> None:
-        new = self.status.refuse(refusal)
-        self._hold.start(self._signal(newest))
-        if new:
-            self._acknowledge()
-
-    def _acknowledge(self) -> None:
-        if not self._config.acknowledge:
-            return
-        served, refusal = self.status.served, self.status.refusal
-        ack = Ack(
-            replica=self.status.facts.replica,
-            version=served.version,
-            manifest=served.manifest,
-            epoch=served.epoch,
-            state=cast(State, self.status.state),  # never "waiting": there was a commit, a refusal or a poisoning
-            refused_version=refusal.version if refusal else None,
-            refused_object=refusal.object if refusal else None,
-            error_kind=refusal.kind if refusal else None,
-            error=refusal.error if refusal else None,
-            time=time.time(),
-        )
-        try:
-            self._ledger.acknowledge(ack)
-        except StoreError as error:
-            self.status.note_error(error)
+        self._report.refused(plan, error)
+        self._hold.start(self._signal(plan.target))
 
     # -- auditing ------------------------------------------------------------------------------
 
@@ -286,27 +234,20 @@ class Coordinator:
         if audit.error is None:
             self.status.audit.last_ok_version = self.status.served.version
         else:
-            self._poison(audit.error, audit.found)
+            self._live.forget(audit.found)  # from here on only what the scan found counts
+            self._report.poisoned(audit.error, self._live.state_digest)
+            self._hold.clear()
         answer, scans, self._scans = self.tensors(), self._scans, []
         for future in scans:
             future.set_result(answer)
 
-    def _poison(self, error: IntegrityError, found: Sequence[Sums]) -> None:
-        """Live memory is not what was proven: from here on only what the scan found counts."""
-        self._live.forget(found)
-        self.status.unproven(self._live.state_digest)
-        self.status.note_error(error)
-        self._hold.clear()
-        self._acknowledge()
-
-    # -- small duties --------------------------------------------------------------------------
-
     def _serve_waiters(self) -> None:
+        if not self._waiters:
+            return
+        self._waiters.resolve(self.status.served.version, self.status.to_dict)
         if self._waiters.needs_newest():
             newest = self._ledger.head()
             self._waiters.set_newest(newest.version if newest else 0)
-        if self._waiters:
-            self._waiters.resolve(self.status.served.version, self.status.to_dict)
 
     def _is_news(self, error: Exception) -> bool:
         return self.status.last_error is None or self.status.last_error["error"] != str(error)

@@ -9,7 +9,7 @@ _FIRST = 0.25  # seconds
 
 
 class Hold:
-    """Doubles the pause from 0.25 s to ``longest``; ends early when ``signal`` differs from the one seen before."""
+    """Doubles the pause from 0.25 s to ``longest``; ends early when ``signal`` is not the one given to ``start``."""
 
     def __init__(self, longest: float) -> None:
         self._longest = longest
@@ -32,7 +32,7 @@ class Hold:
         """True if it is time for the next try."""
         if not self.active or time.monotonic() >= self._until:
             return True
-        return signal is not None and signal != self._signal
+        return self._signal is not None and signal != self._signal
 
     def clear(self) -> None:
         """All is well."""

@@ -485,6 +485,20 @@ def test_waiting_clients_get_their_answer(trainer, replica_of) -> None:
     assert later.result(10)["version"] == 2
 
 
+def test_clients_are_not_left_waiting_while_the_store_fails(trainer, replica_of, monkeypatch) -> None:
+    replica = replica_of()
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise StoreError("store", got="time-out")
+
+    for name in ("head", "wait_newer"):
+        monkeypatch.setattr(replica.ledger, name, broken)
+    replica.start()
+    answer = replica.coordinator.wait_for(None, 0.5).result(10)
+    assert not answer["reached"]
+    assert "time-out" in answer["last_error"]["error"]
+
+
 def test_a_scan_on_demand_is_fresh(trainer, replica_of) -> None:
     manifest = trainer.origin()
     replica = replica_of().start()

@@ -119,6 +119,8 @@ def test_a_hold_doubles_and_ends_early_on_a_change(monkeypatch: pytest.MonkeyPat
     hold.start("a")
     assert not hold.over("a")
     assert hold.over("b")
+    hold.start()  # a failure that no change in the store can mend
+    assert not hold.over("b")
     hold.clear()
     assert not hold.active
 

@@ -1,0 +1,101 @@
+"""Saying what happened: in status, in one log line, and as an acknowledgement in the bucket."""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+from delta_sync.ack import Ack, State
+from delta_sync.errors import DeltaSyncError, StoreError
+from delta_sync.ledger import Ledger
+from delta_sync.manifest import Manifest
+from delta_sync.plan import Plan
+from vllm_delta_plugin.engine_stage import Staged
+from vllm_delta_plugin.log import logger
+from vllm_delta_plugin.ranks import RankError
+from vllm_delta_plugin.status import Refusal, Status
+
+
+class Reporter:
+    """Used from the coordinator's thread; an acknowledgement that cannot be written is reported, never fatal."""
+
+    def __init__(self, ledger: Ledger, status: Status, acknowledge: bool) -> None:
+        self._ledger, self._status, self._wanted = ledger, status, acknowledge
+
+    def committed(self, staged: Staged, milliseconds: float, generation: int) -> None:
+        """A staged plan is live on all ranks."""
+        counters = self._status.counters
+        counters.commits += 1
+        counters.anchors_taken += staged.plan.start == "anchor"
+        counters.changed_elements_last = staged.changed
+        counters.commit_ms_last, counters.stage_seconds_last = milliseconds, staged.seconds
+        how = f"from {staged.plan.start}, {staged.changed} elements changed, "
+        how += f"staged in {staged.seconds:.2f} s, committed in {milliseconds:.2f} ms"
+        self._serving(staged.plan.target, how, generation)
+
+    def loaded(self, target: Manifest, milliseconds: float, generation: int) -> None:
+        """An anchor was loaded in place."""
+        self._status.counters.commits += 1
+        self._status.counters.anchors_taken += 1
+        self._serving(target, f"loaded from its anchor, paused for {milliseconds:.0f} ms", generation)
+
+    def adopted(self, target: Manifest, generation: int) -> None:
+        """The live bits were the target's already."""
+        self._serving(target, "live bits are this version's", generation)
+
+    def rolled_back(self, error: RankError, generation: int) -> None:
+        """A rank failed to commit and every rank is back on the old version."""
+        self._status.counters.rollbacks += 1
+        self._status.served.commit_generation = generation
+        self._status.note_error(error, kind=f"RolledBack/{error.kind}")
+
+    def refused(self, plan: Plan, error: DeltaSyncError) -> None:
+        """Staging or its proof failed; the version that the failing object belongs to is named."""
+        kind = error.kind if isinstance(error, RankError) else type(error).__name__
+        key = error.object_key if isinstance(error, RankError) else None
+        guilty = next((m for m in plan.deltas if any(o.key == key for o in m.objects)), plan.target)
+        self._refuse(Refusal(guilty.version, guilty.sha256, key, kind, str(error)))
+
+    def no_way(self, newest: Manifest, error: DeltaSyncError) -> None:
+        """No plan leads to the newest version."""
+        self._refuse(Refusal(newest.version, newest.sha256, None, type(error).__name__, str(error)))
+
+    def poisoned(self, error: DeltaSyncError, state_digest: str | None) -> None:
+        """Live memory is not what was proven."""
+        self._status.unproven(state_digest)
+        self._status.note_error(error)
+        self._acknowledge()
+
+    def _serving(self, target: Manifest, how: str, generation: int) -> None:
+        served = self._status.served
+        served.version, served.epoch, served.manifest = target.version, target.epoch, target.sha256
+        served.state_digest, served.commit_generation = target.state_digest, generation
+        self._status.saw(target.version)
+        self._status.healed()
+        logger.info("delta sync: serving version %d (%s)", target.version, how)
+        self._acknowledge()
+
+    def _refuse(self, refusal: Refusal) -> None:
+        if self._status.refuse(refusal):
+            self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        if not self._wanted:
+            return
+        served, refusal = self._status.served, self._status.refusal
+        ack = Ack(
+            replica=self._status.facts.replica,
+            version=served.version,
+            manifest=served.manifest,
+            epoch=served.epoch,
+            state=cast(State, self._status.state),  # never "waiting": there was a commit, a refusal or a poisoning
+            refused_version=refusal.version if refusal else None,
+            refused_object=refusal.object if refusal else None,
+            error_kind=refusal.kind if refusal else None,
+            error=refusal.error if refusal else None,
+            time=time.time(),
+        )
+        try:
+            self._ledger.acknowledge(ack)
+        except StoreError as error:
+            self._status.note_error(error)

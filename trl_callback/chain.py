@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from delta_sync.ack import Ack
 from delta_sync.anchor_files import write_anchor_files
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, encode_delta
 from delta_sync.ledger import Ledger
@@ -154,8 +155,12 @@ class Chain:
 
     def acknowledged_refusals(self) -> list[Refusal]:
         """This epoch's versions that replicas, in the bucket, say they would not take."""
-        return [
-            Refusal(ack.refused_version, None, f"{ack.error_kind}: {ack.error}", ack.error_kind)
-            for ack in self._ledger.acknowledgements().values()
-            if ack.state == "refused" and ack.refused_version is not None and self.by_version(ack.refused_version)
-        ]
+        acks = self._ledger.acknowledgements().values()
+        return [refusal for ack in acks if (refusal := self.refused_by(ack)) is not None]
+
+    def refused_by(self, ack: Ack) -> Refusal | None:
+        """What a replica says it would not take, if that is a version of this epoch."""
+        version = ack.refused_version
+        if ack.state != "refused" or version is None or self.by_version(version) is None:
+            return None
+        return Refusal(version, None, f"{ack.error_kind}: {ack.error}", ack.error_kind)

@@ -8,6 +8,7 @@ from typing import Literal
 from trl_callback.status_client import Refusal
 
 Remedy = Literal["republish", "anchor"]
+NO_WAY = 0  # stands for the version where a replica says that no start leads to the newest one
 MAX_ANCHORS = 3  # for one refused version; after that only a person can help, and the wait's time-out says so
 
 
@@ -38,6 +39,10 @@ class Healer:
         if case.anchors >= MAX_ANCHORS or not self._refused_again(case, refusal, now):
             return None
         return "anchor"
+
+    def forget(self, version: int) -> None:
+        """Treat the next refusal of ``version`` as its first."""
+        self._cases.pop(version, None)
 
     def applied(self, refusal: Refusal, remedy: Remedy, *, now: float) -> None:
         """Note that ``remedy`` for ``refusal`` is durable."""

@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 
+from delta_sync.ack import Ack
 from delta_sync.errors import DeltaSyncError, StoreError, SyncTimeoutError
 from trl_callback.chain import Attempt, Chain, Published
 from trl_callback.changes import ChangeSet, rebase
 from trl_callback.config import DeltaSyncConfig
-from trl_callback.healing import Healer
+from trl_callback.healing import NO_WAY, Healer
 from trl_callback.metrics import Metrics
 from trl_callback.serving_image import ServingImage
 from trl_callback.snapshot import Snapshot
@@ -88,6 +89,11 @@ class Publisher:
             self._refusals[refusal.version] = refusal
             self._changed.notify_all()
 
+    def served(self) -> None:
+        """Say that the server serves this chain: whatever kept it from starting is over."""
+        with self._changed:
+            self._healer.forget(NO_WAY)
+
     def covering(self, step: int) -> Published | None:
         """The first durable version that covers ``step``, None while there is none."""
         with self._changed:
@@ -97,6 +103,11 @@ class Publisher:
         """This trainer's durable ``version``, None if it has none of that number."""
         with self._changed:
             return self._chain.by_version(version)
+
+    def refused_by(self, ack: Ack) -> Refusal | None:
+        """What a replica says, in the bucket, it would not take, if that is a version of this trainer."""
+        with self._changed:
+            return self._chain.refused_by(ack)
 
     def wait_covering(self, step: int, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for a durable version that covers ``step``."""

@@ -9,6 +9,7 @@ from delta_sync.errors import ConflictError, NotFoundError, SyncTimeoutError
 from delta_sync.ledger import Ledger
 from trl_callback.chain import Published
 from trl_callback.config import DeltaSyncConfig
+from trl_callback.healing import NO_WAY
 from trl_callback.http import ServerUnavailableError
 from trl_callback.publisher import Publisher
 from trl_callback.status_client import Refusal, ServerStatus, StatusClient
@@ -44,10 +45,11 @@ class ServedWait:
         while True:
             self._publisher.raise_if_failed()
             seen = self.look()
+            wanted, served = self._publisher.covering(step), self._served(seen)
             if seen.refusal is not None:
                 self._publisher.report(seen.refusal)
-            wanted, served = self._publisher.covering(step), self._served(seen)
             if wanted is not None and served is not None and served.version >= wanted.version:
+                self._publisher.served()
                 return served
             if time.monotonic() - start >= self._config.sync_timeout:
                 raise self._timed_out(step, wanted, seen)
@@ -67,11 +69,14 @@ class ServedWait:
             return Seen(trouble=str(error))
 
     def _acknowledged(self, trouble: str) -> Seen:
-        acks = self._ledger.acknowledgements().values()
-        if not acks:
-            return Seen(trouble=trouble)
-        oldest = min(acks, key=lambda ack: -1 if ack.version is None else ack.version)
-        return Seen(oldest.version, oldest.epoch, oldest.manifest, trouble=oldest.error)
+        """The replica of this epoch that is furthest behind; those of earlier epochs may be long gone."""
+        acks = list(self._ledger.acknowledgements().values())
+        refusal = next((refused for ack in acks if (refused := self._publisher.refused_by(ack))), None)
+        serving = [ack for ack in acks if ack.epoch == self._publisher.epoch and ack.version is not None]
+        if not serving:
+            return Seen(refusal=refusal, trouble=trouble)
+        behind = min(serving, key=lambda ack: ack.version or 0)
+        return Seen(behind.version, behind.epoch, behind.manifest, refusal, behind.error)
 
     def _served(self, seen: Seen) -> Published | None:
         """The version of ours that the server serves, proven by its manifest's digest."""
@@ -104,7 +109,10 @@ class ServedWait:
 
 def _seen(status: ServerStatus) -> Seen:
     trouble = status.last_error or (None if status.state == "live" else f"state {status.state}")
-    return Seen(status.version, status.epoch, status.manifest, status.refusal, trouble)
+    refusal = status.refusal
+    if refusal is None and status.last_error_kind == "ChainError":
+        refusal = Refusal(NO_WAY, None, trouble or "", "ChainError")
+    return Seen(status.version, status.epoch, status.manifest, refusal, trouble)
 
 
 def wait_for_live_state(status: StatusClient, timeout: float) -> ServerStatus:

@@ -39,6 +39,7 @@ class ServerStatus:
     logprobs_mode: str | None
     refusal: Refusal | None
     last_error: str | None
+    last_error_kind: str | None
     newest_version: int | None
 
 
@@ -78,7 +79,7 @@ class StatusClient:
 def parse_status(body: object) -> ServerStatus:
     """Read a status document; FormatError names the field that has the wrong type."""
     fields = _object(body, STATUS)
-    error = fields.get("last_error")
+    error = None if fields.get("last_error") is None else _object(fields["last_error"], f"{STATUS} last_error")
     return ServerStatus(
         state=_field(fields, "state", str) or "unknown",
         version=_field(fields, "version", int),
@@ -89,7 +90,8 @@ def parse_status(body: object) -> ServerStatus:
         serving_dtype=_field(fields, "serving_dtype", str),
         logprobs_mode=_field(fields, "logprobs_mode", str),
         refusal=_refusal(fields),
-        last_error=None if error is None else _message(_object(error, f"{STATUS} last_error")),
+        last_error=None if error is None else _message(error),
+        last_error_kind=None if error is None else _field(error, "kind", str),
         newest_version=_field(fields, "newest_version", int),
     )
 

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -34,24 +34,38 @@ POLL = 0.02
 class StandInReplica:
     """Follows ``uri`` from the bits of ``model``; ``url`` is set while it is being served."""
 
-    def __init__(self, uri: str, model: Any, *, vocab: int = 96, acknowledges: bool = False, has_route: bool = True):
+    def __init__(self, uri: str, model: Any, *, vocab: int = 96, acknowledges: bool = False):
         self.ledger = Ledger(open_store(uri))
-        image = list(ServingImage(model, lambda name: "BF16"))
-        self.live = {t.name: t.bits.copy() for t in image}
-        self.layout = {t.name: (t.dtype.name, t.shape) for t in image}
-        self.state_digest = state_digest(self.states(self.live))
-        self.position: Position | None = None
-        self.epoch: int | None = None
         self.refusal: dict[str, Any] | None = None
         self.last_error: dict[str, Any] | None = None
         self.refusals = self.anchors_taken = 0
         self.served: list[int] = []  # every version this replica went to
         self.generated_at: list[int | None] = []  # the version served at each completion request
         self.paused = threading.Event()
-        self.vocab, self.acknowledges, self.has_route = vocab, acknowledges, has_route
+        self.vocab, self.acknowledges = vocab, acknowledges
         self._random = random.Random(0)
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._serving = ExitStack()
+        self.restart(model)
+
+    def restart(self, model: Any) -> None:
+        """Forget everything and hold the bits of ``model``, as a server started from that checkpoint would."""
+        with self._lock:
+            image = list(ServingImage(model, lambda name: "BF16"))
+            self.live = {t.name: t.bits.copy() for t in image}
+            self.layout = {t.name: (t.dtype.name, t.shape) for t in image}
+            self.state_digest: str | None = state_digest(self.states(self.live))
+            self.position: Position | None = None
+            self.epoch: int | None = None
+
+    def hide_status(self) -> None:
+        """Answer 404 where the status was, as a proxy that lets only /v1 through would."""
+        del self.server.routes["GET /delta_sync/status"]
+
+    def stop_serving(self) -> None:
+        """Close the port, as a killed server would."""
+        self._serving.close()
 
     def states(self, bits: dict[str, np.ndarray]) -> dict[str, TensorState]:
         return {
@@ -197,12 +211,13 @@ class StandInReplica:
                 "GET /v1/models": lambda _: (200, {"data": [{"id": "stand-in"}]}),
                 "POST /v1/completions": self.complete,
                 "GET /delta_sync/tensors": self.tensors,
-                **({"GET /delta_sync/status": self.status} if self.has_route else {}),
+                "GET /delta_sync/status": self.status,
             }
         )
         self._stop.clear()
         follower = threading.Thread(target=self.follow, daemon=True)
-        with serving(server, port):
+        with self._serving:
+            self.server = self._serving.enter_context(serving(server, port))
             self.url = server.url
             follower.start()
             try:

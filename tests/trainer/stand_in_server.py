@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -54,8 +55,17 @@ def serving(server: StandInServer, port: int = 0) -> Iterator[StandInServer]:
         def log_message(self, *args: Any) -> None:
             """Keep test output quiet."""
 
-    http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    http.daemon_threads = True
+    connections: list[socket.socket] = []
+
+    class Listener(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def get_request(self) -> tuple[socket.socket, Any]:
+            connection, address = super().get_request()
+            connections.append(connection)
+            return connection, address
+
+    http = Listener(("127.0.0.1", port), Handler)
     server.url = f"http://127.0.0.1:{http.server_port}"
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
@@ -64,4 +74,7 @@ def serving(server: StandInServer, port: int = 0) -> Iterator[StandInServer]:
     finally:
         http.shutdown()
         http.server_close()
+        for connection in connections:  # kept-alive ones too, as if the process had ended
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         thread.join(10)

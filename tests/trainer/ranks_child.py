@@ -1,0 +1,42 @@
+"""One rank of a two-process DDP run: argv is folder, uri, and where rank 0's publishing is to fail, or "nowhere"."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import grpo
+import tiny
+
+from delta_sync.errors import DeltaSyncError, StoreError
+from trl_callback import DeltaSyncCallback
+from trl_callback.ranks import is_main
+
+
+def main() -> None:
+    folder, uri, fails_at = sys.argv[1:]
+    sync = DeltaSyncCallback(uri)
+    trainer = grpo.plain_trainer(folder, model=tiny.llama(), callbacks=[sync], bf16=True)
+    if is_main() and fails_at == "step":
+        original = sync.on_step_end
+
+        def fail_once(*args: Any, **kwargs: Any) -> None:
+            sync._session.step_done = lambda step: (_ for _ in ()).throw(StoreError("injected"))  # type: ignore
+            original(*args, **kwargs)
+
+        sync.on_step_end = fail_once  # type: ignore[method-assign]
+    try:
+        trainer.train()
+    except DeltaSyncError as error:
+        print(f"rank {trainer.args.process_index} raised {type(error).__name__}: {error}", flush=True)
+    else:
+        print(f"rank {trainer.args.process_index} trained {trainer.state.global_step}", flush=True)
+        if is_main():
+            import torch
+
+            torch.save(tiny.cast_state(trainer.model), f"{folder}/final.pt")
+    sync.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Two real DDP processes: rank 0 publishes, and both go on or stop together."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import bucket
+import torch
+
+CHILD = Path(__file__).parent / "ranks_child.py"
+
+
+def run_two(folder: Path, uri: str, fails_at: str) -> list[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(CHILD), str(folder), uri, fails_at],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [rank.communicate(timeout=240) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, (_, errors) in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0, errors[-3000:]
+    return [out.strip().splitlines()[-1] for out, _ in outputs]
+
+
+def test_rank_zero_publishes_what_both_trained(tmp_path: Path) -> None:
+    uri = str(tmp_path / "bucket")
+    assert run_two(tmp_path, uri, "nowhere") == ["rank 0 trained 3", "rank 1 trained 3"]
+    assert [m.steps for m in bucket.chain(uri)] == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    assert {m.epoch for m in bucket.chain(uri)} == {1}
+    assert bucket.materialise(uri) == bucket.cast_bytes(torch.load(tmp_path / "final.pt", weights_only=True))
+
+
+def test_a_failure_on_rank_zero_stops_both(tmp_path: Path) -> None:
+    first, second = run_two(tmp_path, str(tmp_path / "bucket"), "step")
+    assert first.startswith("rank 0 raised StoreError: injected")
+    assert second.startswith("rank 1 raised DeltaSyncError: rank 1, expected rank 0 to publish")

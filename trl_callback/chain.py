@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from delta_sync.ack import Ack
 from delta_sync.anchor_files import write_anchor_files
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, encode_delta
 from delta_sync.ledger import Ledger
@@ -17,9 +16,9 @@ from delta_sync.manifest import Kind, Manifest, TensorState
 from delta_sync.writer import Writer
 from trl_callback.changes import ChangeSet
 from trl_callback.config import DeltaSyncConfig
+from trl_callback.healing import Refusal, acknowledged_refusal
 from trl_callback.progress import byte_bar, counted
 from trl_callback.snapshot import Snapshot
-from trl_callback.status_client import Refusal
 
 KEPT_BYTES = 512 * 1024**2  # objects of recent versions held so that a damaged one can be put again
 
@@ -153,14 +152,6 @@ class Chain:
         self._anchored = self._manifest.version
         return total
 
-    def acknowledged_refusals(self) -> list[Refusal]:
-        """This epoch's versions that replicas, in the bucket, say they would not take."""
-        acks = self._ledger.acknowledgements().values()
-        return [refusal for ack in acks if (refusal := self.refused_by(ack)) is not None]
-
-    def refused_by(self, ack: Ack) -> Refusal | None:
-        """What a replica says it would not take, if that is a version of this epoch."""
-        version = ack.refused_version
-        if ack.state != "refused" or version is None or self.by_version(version) is None:
-            return None
-        return Refusal(version, None, f"{ack.error_kind}: {ack.error}", ack.error_kind)
+    def acknowledged(self) -> dict[str, Refusal | None]:
+        """Replica -> what it says, in the bucket, it would not take."""
+        return {name: acknowledged_refusal(ack) for name, ack in self._ledger.acknowledgements().items()}

@@ -36,7 +36,7 @@ class DeltaSyncConfig:
     request_timeout: float = 30.0  # one small request to the server
     generate_timeout: float = 1800.0  # one batch of completions
     poll_interval: float = 0.05
-    refusal_grace: float = 20.0  # a refusal standing this long after a remedy gets the next remedy
+    refusal_grace: float = 2.0  # a refusal standing this long after a remedy gets the next remedy
     progress: bool | None = None  # None: only on a terminal
 
     def __post_init__(self) -> None:

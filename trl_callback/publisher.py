@@ -7,18 +7,16 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from delta_sync.ack import Ack
 from delta_sync.errors import DeltaSyncError, StoreError, SyncTimeoutError
 from trl_callback.chain import Attempt, Chain, Published
 from trl_callback.changes import ChangeSet, rebase
 from trl_callback.config import DeltaSyncConfig
-from trl_callback.healing import NO_WAY, Healer
+from trl_callback.healing import Healer, Refusal
 from trl_callback.metrics import Metrics
 from trl_callback.serving_image import ServingImage
 from trl_callback.snapshot import Snapshot
-from trl_callback.status_client import Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +48,7 @@ class Publisher:
         self._waiting: ChangeSet | None = None
         self._in_flight: ChangeSet | None = None
         self._attempt: Attempt | None = None  # of what is in flight; the thread's own
-        self._refusals: dict[int, Refusal] = {}
+        self._refusals: dict[str, Refusal] = {}
         self.anchor_wanted = self._anchor_urgent = False
         self._stopping = False
         self._failure: BaseException | None = None
@@ -83,16 +81,16 @@ class Publisher:
             self.anchor_wanted, self._anchor_urgent = True, self._anchor_urgent or urgent
             self._changed.notify_all()
 
-    def report(self, refusal: Refusal) -> None:
-        """Say that a replica would not take a version; the thread answers with the remedy that is due."""
+    def report(self, replicas: Mapping[str, Refusal | None]) -> None:
+        """Say what replicas refuse, or None for nothing; the thread answers with the remedy that is due."""
         with self._changed:
-            self._refusals[refusal.version] = refusal
-            self._changed.notify_all()
-
-    def served(self) -> None:
-        """Say that the server serves this chain: whatever kept it from starting is over."""
-        with self._changed:
-            self._healer.forget(NO_WAY)
+            for replica, refusal in replicas.items():
+                if refusal is not None:
+                    self._refusals[replica] = refusal
+                    self._changed.notify_all()
+                else:
+                    self._refusals.pop(replica, None)
+                    self._healer.recovered(replica)
 
     def covering(self, step: int) -> Published | None:
         """The first durable version that covers ``step``, None while there is none."""
@@ -103,11 +101,6 @@ class Publisher:
         """This trainer's durable ``version``, None if it has none of that number."""
         with self._changed:
             return self._chain.by_version(version)
-
-    def refused_by(self, ack: Ack) -> Refusal | None:
-        """What a replica says, in the bucket, it would not take, if that is a version of this trainer."""
-        with self._changed:
-            return self._chain.refused_by(ack)
 
     def wait_covering(self, step: int, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for a durable version that covers ``step``."""
@@ -164,7 +157,7 @@ class Publisher:
                 if job is not None:
                     return job
                 if not self._changed.wait(LOOK):
-                    return self._look_for_refusals
+                    return self._look_at_acknowledgements
             return None
 
     def _due_job(self) -> Job | None:
@@ -204,12 +197,18 @@ class Publisher:
         published = self._chain.commit(attempt)
         with self._changed:
             self._snapshot.apply(attempt.changes.deltas, attempt.states)
-            if self._waiting is not None:
-                self._waiting = rebase(self._waiting, attempt.changes)
+            self._waiting = self._rebased(attempt.changes)
             self._in_flight = self._attempt = None
             self._want_periodic_anchor(published.version)
             self._changed.notify_all()
         self._record(attempt, published, time.monotonic() - start)
+
+    def _rebased(self, committed: ChangeSet) -> ChangeSet | None:
+        """What waits, relative to the snapshot as it is now; None if the committed version says it all."""
+        if self._waiting is None:
+            return None
+        waiting = rebase(self._waiting, committed)
+        return waiting if waiting.deltas or waiting.step > committed.step else None
 
     def _prepared(self) -> Attempt:
         """The attempt to commit: the one that failed last time, else the waiting change set, encoded."""
@@ -231,6 +230,7 @@ class Publisher:
     def _anchor(self) -> None:
         start = time.monotonic()
         size = self._chain.attach_anchor()
+        self._healer.anchored(time.monotonic())
         with self._changed:
             self.anchor_wanted = self._anchor_urgent = False
             self._changed.notify_all()
@@ -242,16 +242,18 @@ class Publisher:
         for refusal in refusals:
             self._heal_one(refusal)
             with self._changed:
-                if self._refusals.get(refusal.version) is refusal:
-                    del self._refusals[refusal.version]
+                if self._refusals.get(refusal.replica) is refusal:
+                    del self._refusals[refusal.replica]
 
     def _heal_one(self, refusal: Refusal) -> None:
         republishable = self._chain.can_republish(refusal.version)
         remedy = self._healer.remedy(refusal, republishable=republishable, now=time.monotonic())
         if remedy is None:
             return
-        logger.warning("delta-sync: version %d was refused (%s); answering with: %s",
-                       refusal.version, refusal.error, remedy)  # fmt: skip
+        logger.warning(
+            "delta-sync: replica %s refused version %d (%s); remedy: %s",
+            refusal.replica, refusal.version, refusal.error, remedy,
+        )  # fmt: skip
         if remedy == "republish":
             self._chain.republish(refusal.version)
         else:
@@ -259,9 +261,8 @@ class Publisher:
         self._healer.applied(refusal, remedy, now=time.monotonic())
         self._metrics.record(heals=1)
 
-    def _look_for_refusals(self) -> None:
-        for refusal in self._chain.acknowledged_refusals():
-            self.report(refusal)
+    def _look_at_acknowledgements(self) -> None:
+        self.report(self._chain.acknowledged())
 
     def _record(self, attempt: Attempt, published: Published, seconds: float) -> None:
         changed, size = attempt.changes.changed, len(attempt.data)

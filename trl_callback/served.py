@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from delta_sync.errors import ConflictError, NotFoundError, SyncTimeoutError
 from delta_sync.ledger import Ledger
 from trl_callback.chain import Published
 from trl_callback.config import DeltaSyncConfig
-from trl_callback.healing import NO_WAY
+from trl_callback.healing import Refusal, acknowledged_refusal
 from trl_callback.http import ServerUnavailableError
 from trl_callback.publisher import Publisher
-from trl_callback.status_client import Refusal, ServerStatus, StatusClient
+from trl_callback.status_client import ServerStatus, StatusClient
 
 SLOWEST_POLL = 0.5  # seconds
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One look at the server: the version it serves, what it refused, and what is wrong, in words."""
+    """One look: the version that is served, which replicas refuse which not, and what is wrong, in words."""
 
     version: int | None = None
     epoch: int | None = None
     manifest: str | None = None
-    refusal: Refusal | None = None
+    replicas: Mapping[str, Refusal | None] = field(default_factory=dict)
     trouble: str | None = None
 
 
@@ -46,10 +47,8 @@ class ServedWait:
             self._publisher.raise_if_failed()
             seen = self.look()
             wanted, served = self._publisher.covering(step), self._served(seen)
-            if seen.refusal is not None:
-                self._publisher.report(seen.refusal)
+            self._publisher.report(seen.replicas)
             if wanted is not None and served is not None and served.version >= wanted.version:
-                self._publisher.served()
                 return served
             if time.monotonic() - start >= self._config.sync_timeout:
                 raise self._timed_out(step, wanted, seen)
@@ -70,13 +69,13 @@ class ServedWait:
 
     def _acknowledged(self, trouble: str) -> Seen:
         """The replica of this epoch that is furthest behind; those of earlier epochs may be long gone."""
-        acks = list(self._ledger.acknowledgements().values())
-        refusal = next((refused for ack in acks if (refused := self._publisher.refused_by(ack))), None)
+        acks = self._ledger.acknowledgements().values()
+        replicas = {ack.replica: acknowledged_refusal(ack) for ack in acks}
         serving = [ack for ack in acks if ack.epoch == self._publisher.epoch and ack.version is not None]
         if not serving:
-            return Seen(refusal=refusal, trouble=trouble)
+            return Seen(replicas=replicas, trouble=trouble)
         behind = min(serving, key=lambda ack: ack.version or 0)
-        return Seen(behind.version, behind.epoch, behind.manifest, refusal, behind.error)
+        return Seen(behind.version, behind.epoch, behind.manifest, replicas, behind.error)
 
     def _served(self, seen: Seen) -> Published | None:
         """The version of ours that the server serves, proven by its manifest's digest."""
@@ -96,8 +95,8 @@ class ServedWait:
 
     def _timed_out(self, step: int, wanted: Published | None, seen: Seen) -> SyncTimeoutError:
         version = f"version {wanted.version}" if wanted else "a version not durable yet"
-        refused = seen.refusal and f"version {seen.refusal.version} refused: {seen.refusal.error}"
-        last = refused or seen.trouble or self._publisher.last_error or "no error reported"
+        refused = [f"version {r.version} refused: {r.error}" for r in seen.replicas.values() if r is not None]
+        last = "; ".join(refused) or seen.trouble or self._publisher.last_error or "no error reported"
         return SyncTimeoutError(
             f"waiting for {self._status.url}",
             expected=f"{version} (step {step}) served within {self._config.sync_timeout:g} s",
@@ -109,10 +108,8 @@ class ServedWait:
 
 def _seen(status: ServerStatus) -> Seen:
     trouble = status.last_error or (None if status.state == "live" else f"state {status.state}")
-    refusal = status.refusal
-    if refusal is None and status.last_error_kind == "ChainError":
-        refusal = Refusal(NO_WAY, None, trouble or "", "ChainError")
-    return Seen(status.version, status.epoch, status.manifest, refusal, trouble)
+    replicas = {status.replica: status.refusal}
+    return Seen(status.version, status.epoch, status.manifest, replicas, trouble)
 
 
 def wait_for_live_state(status: StatusClient, timeout: float) -> ServerStatus:
@@ -122,7 +119,7 @@ def wait_for_live_state(status: StatusClient, timeout: float) -> ServerStatus:
         trouble: object
         try:
             seen = status.status()
-            if seen.state_digest is not None:
+            if seen.state_digest:
                 return seen
             trouble = seen.last_error or f"state {seen.state}"
         except ServerUnavailableError as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 from delta_sync.errors import FormatError, NotFoundError
 from delta_sync.manifest import TensorState
+from trl_callback.healing import Refusal
 from trl_callback.http import Server
 
 STATUS = "/delta_sync/status"
@@ -15,20 +16,10 @@ TENSORS = "/delta_sync/tensors"
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """A version a replica would not take: ``attempts`` counts its refusals so far where it says so."""
-
-    version: int
-    manifest: str | None
-    error: str
-    kind: str | None = None
-    attempts: int | None = None
-
-
-@dataclass(frozen=True)
 class ServerStatus:
     """One reading of the status route."""
 
+    replica: str
     state: str
     version: int | None
     epoch: int | None
@@ -39,7 +30,6 @@ class ServerStatus:
     logprobs_mode: str | None
     refusal: Refusal | None
     last_error: str | None
-    last_error_kind: str | None
     newest_version: int | None
 
 
@@ -81,6 +71,7 @@ def parse_status(body: object) -> ServerStatus:
     fields = _object(body, STATUS)
     error = None if fields.get("last_error") is None else _object(fields["last_error"], f"{STATUS} last_error")
     return ServerStatus(
+        replica=_field(fields, "replica", str) or "",
         state=_field(fields, "state", str) or "unknown",
         version=_field(fields, "version", int),
         epoch=_field(fields, "epoch", int),
@@ -91,7 +82,6 @@ def parse_status(body: object) -> ServerStatus:
         logprobs_mode=_field(fields, "logprobs_mode", str),
         refusal=_refusal(fields),
         last_error=None if error is None else _message(error),
-        last_error_kind=None if error is None else _field(error, "kind", str),
         newest_version=_field(fields, "newest_version", int),
     )
 
@@ -104,11 +94,13 @@ def _refusal(fields: Mapping[str, Any]) -> Refusal | None:
     if version is None:
         raise FormatError(f"{STATUS} refusal", expected="a version", got="none")
     return Refusal(
+        _field(fields, "replica", str) or "",
         version,
-        _field(refusal, "manifest", str),
-        _message(refusal),
         _field(refusal, "kind", str),
-        _field(fields, "refusals", int),
+        _message(refusal),
+        served=_field(fields, "version", int),
+        attempts=_field(fields, "refusals", int),
+        stage_seconds=_field(fields, "stage_seconds_last", int | float) or 0.0,
     )
 
 

@@ -21,9 +21,9 @@ from delta_sync.anchor_files import iter_anchor_tensors
 from delta_sync.delta import apply
 from delta_sync.delta_file import decode_delta
 from delta_sync.digest import digest, model_fingerprint, state_digest, tensor_key
-from delta_sync.errors import DeltaSyncError, IntegrityError
+from delta_sync.errors import ChainError, DeltaSyncError, IntegrityError
 from delta_sync.ledger import Ledger
-from delta_sync.manifest import TensorState
+from delta_sync.manifest import Manifest, TensorState
 from delta_sync.plan import Plan, Position
 from delta_sync.store.open import open_store
 from trl_callback.serving_image import ServingImage
@@ -84,14 +84,20 @@ class StandInReplica:
                 self.last_error = {"kind": type(error).__name__, "error": str(error), "time": time.time()}
 
     def _look(self) -> None:
-        plan = self.ledger.plan(self.position, self.state_digest)
+        try:
+            plan = self.ledger.plan(self.position, self.state_digest)
+        except ChainError as error:
+            head = self.ledger.head()
+            assert head is not None
+            self._refuse(head, error)
+            return
         if plan is None:
             return
         try:
             self._take(plan)
         except DeltaSyncError as error:
             if not self._take_anchor():
-                self._refuse(plan, error)
+                self._refuse(plan.target, error)
 
     def _take_anchor(self) -> bool:
         """What a live replica does about a refused delta once complete weights are there."""
@@ -111,11 +117,12 @@ class StandInReplica:
         self.served.append(plan.target.version)
         self._acknowledge("live")
 
-    def _refuse(self, plan: Plan, error: DeltaSyncError) -> None:
-        self.refusals += 1
+    def _refuse(self, target: Manifest, error: DeltaSyncError) -> None:
+        """Counted once for as long as it stays the same refusal, as the plugin does."""
+        self.refusals += self.refusal is None or self.refusal["error"] != str(error)
         self.refusal = {
-            "version": plan.target.version,
-            "manifest": plan.target.sha256,
+            "version": target.version,
+            "manifest": target.sha256,
             "object": None,
             "kind": type(error).__name__,
             "error": str(error),
@@ -159,6 +166,7 @@ class StandInReplica:
         with self._lock:
             return 200, {
                 "plugin": "stand-in",
+                "replica": "stand-in",
                 "state": "refused" if self.refusal else "live" if self.position else "waiting",
                 "version": self.position and self.position.version,
                 "manifest": self.position and self.position.manifest,

@@ -21,11 +21,11 @@ from delta_sync.store.open import open_store
 from delta_sync.writer import Writer
 from trl_callback.chain import Chain
 from trl_callback.config import DeltaSyncConfig
+from trl_callback.healing import Refusal
 from trl_callback.metrics import Metrics
 from trl_callback.publisher import Publisher
 from trl_callback.serving_image import ServingImage
 from trl_callback.snapshot import Snapshot
-from trl_callback.status_client import Refusal
 
 
 class Faulty(MemoryStore):
@@ -143,6 +143,18 @@ def test_changes_that_go_back_while_they_are_published_end_exactly_where_the_mod
     assert first == second > 0
 
 
+def test_what_is_in_flight_is_not_published_twice() -> None:
+    """The end of training captures the last step again while it is still on its way."""
+    with running() as run:
+        run.store.gate.clear()
+        run.train()
+        time.sleep(0.1)
+        assert run.publisher.capture(run.image, run.step, even_if_same=False).deltas
+        run.store.gate.set()
+        run.check()
+        assert [m.steps for m in bucket.chain(run.uri)] == [(0, 0), (1, 1)]
+
+
 @pytest.mark.parametrize("happened", [False, True])
 @pytest.mark.parametrize("key", ["deltas/", "manifests/", "HEAD"])
 def test_a_failed_or_ambiguous_write_loses_nothing_and_doubles_nothing(key: str, happened: bool) -> None:
@@ -236,15 +248,19 @@ def test_a_refused_version_is_put_again_and_then_answered_with_an_anchor() -> No
         (ref,) = version.objects
         good = run.store.get(ref.key, max_bytes=ref.size)
         run.store.put(ref.key, b"x" * ref.size)
-        run.publisher.report(Refusal(version.version, version.sha256, "sha256", "IntegrityError", attempts=1))
+        refuse(run, version.version, attempts=1)
         settle(lambda: run.store.get(ref.key, max_bytes=ref.size) == good)
-        run.publisher.report(Refusal(version.version, version.sha256, "sha256", "IntegrityError", attempts=1))
+        refuse(run, version.version, attempts=1)
         time.sleep(0.2)
         assert [a.version for a in Ledger(open_store(run.uri)).anchors()] == [1]
         run.train()
         run.check()
-        run.publisher.report(Refusal(version.version, version.sha256, "sha256", "IntegrityError", attempts=2))
+        refuse(run, version.version, attempts=2)
         settle(lambda: [a.version for a in Ledger(open_store(run.uri)).anchors()] == [1, version.version + 1])
+
+
+def refuse(run: Run, version: int, *, attempts: int) -> None:
+    run.publisher.report({"one": Refusal("one", version, "IntegrityError", "sha256", attempts=attempts)})
 
 
 def settle(done: Callable[[], bool], timeout: float = 20) -> None:

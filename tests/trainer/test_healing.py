@@ -1,0 +1,73 @@
+"""Which remedy a refusing replica gets, and when."""
+
+from __future__ import annotations
+
+from trl_callback.healing import MAX_ANCHORS, Healer, Refusal
+
+
+def refusal(version: int = 5, **fields: object) -> Refusal:
+    return Refusal("one", version, **{"kind": "IntegrityError", "error": "sha256", "served": 4, **fields})  # type: ignore[arg-type]
+
+
+def decide(healer: Healer, seen: Refusal, now: float, *, republishable: bool = True) -> str | None:
+    """Decide and, if anything is due, apply it."""
+    remedy = healer.remedy(seen, republishable=republishable, now=now)
+    if remedy is not None:
+        healer.applied(seen, remedy, now=now)
+    return remedy
+
+
+def test_objects_first_then_weights_a_few_times_then_nothing() -> None:
+    healer = Healer(grace=10)
+    assert decide(healer, refusal(), 0) == "republish"
+    assert decide(healer, refusal(), 9.9) is None
+    times = [10.1 + 10.1 * k for k in range(MAX_ANCHORS + 2)]
+    assert [decide(healer, refusal(), t) for t in times] == ["anchor"] * MAX_ANCHORS + [None, None]
+
+
+def test_weights_at_once_where_the_objects_are_gone_or_no_way_leads_to_the_newest_version() -> None:
+    assert decide(Healer(grace=10), refusal(), 0, republishable=False) == "anchor"
+    assert decide(Healer(grace=10), refusal(kind="ChainError"), 0) == "anchor"
+
+
+def test_a_replica_that_counts_another_refusal_is_not_kept_waiting() -> None:
+    healer = Healer(grace=1000)
+    assert decide(healer, refusal(attempts=3), 0) == "republish"
+    assert decide(healer, refusal(attempts=3), 1) is None
+    assert decide(healer, refusal(attempts=4), 2) == "anchor"
+
+
+def test_a_slow_replica_gets_the_time_of_its_stagings() -> None:
+    healer = Healer(grace=1)
+    decide(healer, refusal(stage_seconds=30), 0)
+    assert decide(healer, refusal(stage_seconds=30), 60) is None
+    assert decide(healer, refusal(stage_seconds=30), 61.1) == "anchor"
+
+
+def test_newer_versions_refused_for_the_same_reason_are_the_same_case() -> None:
+    healer = Healer(grace=10)
+    assert decide(healer, refusal(5), 0) == "republish"
+    assert decide(healer, refusal(6), 5) is None
+    assert decide(healer, refusal(7), 10.1) == "anchor"
+
+
+def test_a_replica_that_went_on_starts_a_new_case() -> None:
+    healer = Healer(grace=10)
+    decide(healer, refusal(5), 0)
+    assert decide(healer, refusal(6, served=5), 1) == "republish"
+    healer.recovered("one")
+    assert decide(healer, refusal(6, served=5), 2) == "republish"
+
+
+def test_weights_that_just_arrived_for_another_reason_are_not_sent_twice() -> None:
+    healer = Healer(grace=10)
+    healer.anchored(0)
+    assert decide(healer, refusal(kind="ChainError"), 1) is None
+    assert decide(healer, refusal(kind="ChainError"), 10.1) == "anchor"
+
+
+def test_replicas_are_judged_apart() -> None:
+    healer = Healer(grace=10)
+    decide(healer, refusal(), 0)
+    other = Refusal("two", 5, "IntegrityError", "sha256", 4)
+    assert decide(healer, other, 1) == "republish"

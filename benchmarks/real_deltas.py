@@ -60,14 +60,14 @@ def load_model() -> tuple[torch.nn.Module, list[int]]:
 
 def image(model: torch.nn.Module) -> dict[str, np.ndarray]:
     """What would be served: every parameter cast to bfloat16, as bits."""
-    return {
-        name: p.detach().bfloat16().view(torch.int16).numpy().view(np.uint16) for name, p in model.named_parameters()
-    }
+    cast = {name: p.detach().bfloat16().flatten() for name, p in model.named_parameters()}
+    return {name: bits.view(torch.int16).numpy().view(np.uint16) for name, bits in cast.items()}
 
 
-def train(lr: float, steps: int, compute: torch.dtype, seed: int = 0) -> Iterator[list[Change]]:
+def train(
+    model: torch.nn.Module, tokens: list[int], lr: float, steps: int, compute: torch.dtype, seed: int = 0
+) -> Iterator[list[Change]]:
     """Yield each optimizer step's changes: AdamW on float32 masters, ``compute`` autocast, advantages of mean zero."""
-    model, tokens = load_model()
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}

@@ -13,9 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from layouts import LAYOUTS, Changed, Layout, changed_elements
+
+if TYPE_CHECKING:
+    from real_deltas import Change
 
 REPEATS = 3
 
@@ -80,20 +84,22 @@ def print_table(result: dict[str, object]) -> None:
         print(f"{row['layout']:<42} {size} {speeds}")
 
 
-def last_step(lr: float, steps: int, compute: str) -> tuple[list[Changed], int, str, float]:
-    """Train; the last step's changes, the model's elements, the compute type, and diff's dense bytes a second."""
-    import real_deltas
+def last_step(lr: float, steps: int, compute: str) -> tuple[list[Change], str]:
+    """Train SmolLM2-135M; what the last step changed, and the compute type."""
+    import real_deltas  # torch and transformers are for this alone
 
     kind = real_deltas.compute_type(compute)
     print(f"training SmolLM2-135M: lr {lr}, {steps} steps, {kind} compute, float32 masters", flush=True)
-    step = []
-    for index, step in enumerate(real_deltas.train(lr, steps, kind)):
+    step: list[Change] = []
+    for index, step in enumerate(real_deltas.train(*real_deltas.load_model(), lr, steps, kind)):
         changed = sum(int((c.old != c.new).sum()) for c in step)
         print(f"step {index:>3}: {changed / sum(c.old.size for c in step):.3%} changed", flush=True)
-    seconds = fastest(lambda: [changed_elements(c.name, c.shape, c.old, c.new) for c in step])
-    elements = sum(c.old.size for c in step)
-    changes = [changed_elements(c.name, c.shape, c.old, c.new) for c in step]
-    return changes, elements, str(kind).removeprefix("torch."), 2 * elements / seconds
+    return step, str(kind).removeprefix("torch.")
+
+
+def found(step: Sequence[Change]) -> list[Changed]:
+    """The changed elements of each tensor."""
+    return [changed_elements(c.name, c.shape, c.old, c.new) for c in step]
 
 
 def main() -> None:
@@ -104,8 +110,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps < 1:
         parser.error("--steps must be at least 1")
-    changes, elements, compute, speed = last_step(options.lr, options.steps, options.compute)
-    result = compare(changes, elements)
+    step, compute = last_step(options.lr, options.steps, options.compute)
+    elements = sum(c.old.size for c in step)
+    speed = 2 * elements / fastest(lambda: found(step))
+    result = compare(found(step), elements)
     here = machine()
     print(f"\n{here['cpu']}, {here['cores']} cores; codecs use one. GB/s are of dense bfloat16 weights.")
     print(

@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from layouts import LAYOUTS, changed_elements
-from wire_layouts import compare
+from wire_layouts import compare, found
 
 
 def changes_of(rate: float, elements: int = 200_000):
@@ -40,3 +40,27 @@ def test_ours_is_the_smallest_and_trls_takes_six_bytes():
     assert sizes["ours"] == min(sizes.values())
     assert result["ours_over_trl"] == pytest.approx(sizes["ours"] / 6, abs=1e-4)
     assert sizes["ours"] <= 0.35 * 6
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_a_training_steps_changes_are_measured(compute):
+    """The benchmark's own path from optimizer step to table, on a model of a thousandth the size."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    import real_deltas
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=100, num_key_value_heads=2, tie_word_embeddings=True, **sizes)
+    model = transformers.LlamaForCausalLM(config).float()
+    tokens = [i * i % 100 for i in range(500)]
+    steps = list(real_deltas.train(model, tokens, 3e-4, 2, getattr(torch, compute)))
+    assert [c.shape for c in steps[0]] == [tuple(p.shape) for p in model.parameters()]
+    after = dict(model.named_parameters())
+    for first, last in zip(*steps, strict=True):
+        np.testing.assert_array_equal(first.new, last.old)
+        bits = after[last.name].detach().bfloat16().view(torch.int16).numpy().view(np.uint16)
+        np.testing.assert_array_equal(last.new, bits.reshape(-1))
+    result = compare(found(steps[1]), sum(c.old.size for c in steps[1]))
+    assert 0 < result["changed"] < result["elements"]
+    assert result["ours_over_trl"] < 0.35

@@ -1,4 +1,4 @@
-"""GRPOTrainer against a real ``vllm serve MODEL --delta-sync URI``: on-policy, bit for bit, through damage and kills."""
+"""GRPOTrainer against a real ``vllm serve MODEL --delta-sync URI``: on-policy, bit-exact, through damage and kills."""
 
 from __future__ import annotations
 

@@ -251,13 +251,15 @@ def test_the_swap_serves_only_the_trainer_it_was_made_for(tmp_path, uri: str, mo
     import trl.trainer.grpo_trainer as upstream
     from trl.generation.vllm_generation import VLLMGeneration
 
-    with monkeypatch.context() as patched:
-        patched.setattr(upstream, "add_fused_lm_head", lambda *args, **kwargs: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            grpo.grpo_trainer(
-                tmp_path, model=tiny.llama(), url="http://127.0.0.1:9", use_vllm=True,
-                callbacks=[DeltaSyncCallback(uri)],
-            )  # fmt: skip
+    class Failing(TrainerCallback):
+        def on_init_end(self, *args, **kwargs) -> None:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        grpo.grpo_trainer(
+            tmp_path, model=tiny.llama(), url="http://127.0.0.1:9", use_vllm=True,
+            callbacks=[DeltaSyncCallback(uri), Failing()],
+        )  # fmt: skip
     assert upstream.VLLMGeneration is not VLLMGeneration
     built: list[str] = []
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: built.append(type(self).__name__))

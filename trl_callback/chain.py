@@ -11,6 +11,7 @@ from pathlib import Path
 
 from delta_sync.anchor_files import write_anchor_files
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, encode_delta
+from delta_sync.errors import StoreError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Kind, Manifest, TensorState
 from delta_sync.writer import Writer
@@ -144,13 +145,24 @@ class Chain:
 
     def attach_anchor(self) -> int:
         """Attach complete weights, the snapshot's, to the newest version; returns their size in bytes."""
-        total = self._snapshot.total_bytes
         with tempfile.TemporaryDirectory(prefix="delta-sync-anchor-") as folder:
-            with byte_bar("delta-sync anchor", total, shown=self._config.progress) as advance:
-                files = write_anchor_files(Path(folder), counted(self._snapshot, advance))
+            files = self._weight_files(Path(folder))
             self._writer.attach_anchor(self._manifest, {**self._sidecars, **files}, self._snapshot.states)
         self._anchored = self._manifest.version
-        return total
+        return self._snapshot.total_bytes
+
+    def _weight_files(self, folder: Path) -> dict[str, Path]:
+        total = self._snapshot.total_bytes
+        try:
+            with byte_bar("delta-sync anchor", total, shown=self._config.progress) as advance:
+                return write_anchor_files(folder, counted(self._snapshot, advance))
+        except OSError as error:
+            raise StoreError(
+                "temporary files of an anchor",
+                expected=f"{total} bytes in {tempfile.gettempdir()}",
+                got=error.strerror,
+                remedy="free disk space there, or set TMPDIR to a folder on a larger disk",
+            ) from error
 
     def acknowledged(self) -> dict[str, Refusal | None]:
         """Replica -> what it says, in the bucket, it would not take."""

@@ -163,11 +163,11 @@ class Publisher:
     def _due_job(self) -> Job | None:
         if self._refusals:
             return self._heal
-        if self.anchor_wanted and (self._anchor_urgent or not (self._waiting or self._in_flight)):
+        if self.anchor_wanted and self._anchor_urgent:
             return self._anchor
         if self._waiting or self._in_flight:
             return self._publish
-        return None
+        return self._anchor_while_idle if self.anchor_wanted else None
 
     def _try(self, job: Job) -> None:
         """Run one job; a failing store is retried, ever more slowly, until ``publish_timeout``."""
@@ -182,14 +182,17 @@ class Publisher:
         now = time.monotonic()
         self._failing_since = self._failing_since or now
         failing = now - self._failing_since
-        self.last_error = error
-        self._metrics.record(store_failures=1)
+        self._note_failure(error)
         if failing >= self._config.publish_timeout:
             raise error
         pause = min(LAST_RETRY, FIRST_RETRY + failing) * random.uniform(0.5, 1.0)
-        logger.warning("delta-sync: %s; trying again in %.1f s", error, pause)
         with self._changed:
             self._changed.wait_for(lambda: self._stopping, pause)
+
+    def _note_failure(self, error: StoreError) -> None:
+        self.last_error = error
+        self._metrics.record(store_failures=1)
+        logger.warning("delta-sync: %s; trying again", error)
 
     def _publish(self) -> None:
         start = time.monotonic()
@@ -235,6 +238,15 @@ class Publisher:
             self.anchor_wanted = self._anchor_urgent = False
             self._changed.notify_all()
         self._metrics.record(anchor_bytes=size, anchor_seconds=time.monotonic() - start)
+
+    def _anchor_while_idle(self) -> None:
+        """An anchor nobody waits for: one that fails is not insisted on, but wanted again with the next version."""
+        try:
+            self._anchor()
+        except StoreError as error:
+            self._note_failure(error)
+            with self._changed:
+                self.anchor_wanted = False
 
     def _heal(self) -> None:
         with self._changed:

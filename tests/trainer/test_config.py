@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
+import sys
+import termios
+
 import pytest
 
 from delta_sync.errors import DeltaSyncError
@@ -47,3 +53,27 @@ def test_the_key_comes_from_the_setting_or_the_environment_and_is_never_shown(mo
     with pytest.raises(DeltaSyncError) as caught:
         DeltaSyncConfig("memory://x", api_key=12345)  # type: ignore[arg-type]
     assert "12345" not in str(caught.value)
+
+
+def bar_output(*, terminal: bool, shown: bool | None) -> str:
+    """What the bar writes to standard error in a child whose standard error is a terminal, or a pipe."""
+    code = (
+        "from trl_callback.progress import byte_bar\n"
+        f"with byte_bar('anchor', 2048, shown={shown}) as advance: advance(2048)\n"
+    )
+    reader, writer = pty.openpty() if terminal else os.pipe()
+    if terminal:
+        termios.tcsetwinsize(writer, (24, 80))
+    try:
+        subprocess.run([sys.executable, "-c", code], stderr=writer, check=True, timeout=60)
+        os.write(writer, b"\n")
+        return os.read(reader, 65536).decode()
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_the_progress_bar_is_for_terminals_only() -> None:
+    assert "anchor" in bar_output(terminal=True, shown=None)
+    assert bar_output(terminal=False, shown=None).strip() == ""
+    assert "anchor" in bar_output(terminal=False, shown=True)

@@ -240,6 +240,30 @@ def test_anchors_come_every_so_many_versions() -> None:
     assert anchors == [1, 4, 7]
 
 
+def test_an_anchor_nobody_waits_for_may_fail_without_holding_up_a_version(monkeypatch) -> None:
+    with running(anchor_every=1, publish_timeout=0.5) as run:
+        run.publisher.flush(20)
+        settle(lambda: not run.publisher.anchor_wanted)
+        run.store.faults += [("anchors/", False)]
+        for _ in range(3):
+            run.train()
+            run.publisher.flush(20)
+            settle(lambda: not run.publisher.anchor_wanted)
+        run.check()
+        assert run.store.faults == []
+        assert [ref.version for ref in Ledger(open_store(run.uri)).anchors()] == [1, 3, 4]
+
+
+def test_a_full_temporary_disk_is_named(monkeypatch) -> None:
+    def full(folder: object, tensors: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("trl_callback.chain.write_anchor_files", full)
+    with running(publish_timeout=0.3) as run, pytest.raises(StoreError, match=r"No space left.*TMPDIR"):
+        run.train()
+        run.publisher.flush(20)
+
+
 def test_a_refused_version_is_put_again_and_then_answered_with_an_anchor() -> None:
     with running(refusal_grace=60.0) as run:
         run.train()

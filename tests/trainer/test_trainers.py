@@ -251,15 +251,13 @@ def test_the_swap_serves_only_the_trainer_it_was_made_for(tmp_path, uri: str, mo
     import trl.trainer.grpo_trainer as upstream
     from trl.generation.vllm_generation import VLLMGeneration
 
-    class Failing(TrainerCallback):
-        def on_init_end(self, *args, **kwargs) -> None:
+    class Unlucky(TrainerCallback):
+        def on_init_end(self, *args: Any, **kwargs: Any) -> None:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        grpo.grpo_trainer(
-            tmp_path, model=tiny.llama(), url="http://127.0.0.1:9", use_vllm=True,
-            callbacks=[DeltaSyncCallback(uri), Failing()],
-        )  # fmt: skip
+        callbacks = [DeltaSyncCallback(uri), Unlucky()]
+        grpo.grpo_trainer(tmp_path, model=tiny.llama(), url="http://127.0.0.1:9", use_vllm=True, callbacks=callbacks)
     assert upstream.VLLMGeneration is not VLLMGeneration
     built: list[str] = []
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: built.append(type(self).__name__))

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerState
 
 PREFIX = "delta_sync/"
-LATEST = {"version", "epoch"}  # averaging these would say nothing
+LATEST = {"version"}  # an average would say nothing
 
 
 class Metrics:
@@ -26,7 +26,7 @@ class Metrics:
                 self._values[name].append(float(value))
 
     def take(self) -> dict[str, float]:
-        """``delta_sync/name`` -> mean (latest for version and epoch) since the last take."""
+        """``delta_sync/name`` -> mean (the latest for version) since the last take."""
         with self._lock:
             values, self._values = self._values, defaultdict(list)
         return {

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from delta_sync.errors import ConflictError, NotFoundError, SyncTimeoutError
+from delta_sync.errors import ConflictError, MappingError, NotFoundError, SyncTimeoutError
 from delta_sync.ledger import Ledger
 from trl_callback.chain import Published
 from trl_callback.config import DeltaSyncConfig
@@ -39,7 +39,8 @@ class ServedWait:
         """Return the served version once it covers ``step``; refusals met on the way go to the publisher.
 
         SyncTimeoutError after ``sync_timeout`` seconds names server, version wanted and served, and the last error;
-        ConflictError if the server serves another trainer's newer version; whatever stopped the publisher.
+        ConflictError if the server serves another trainer's newer version; MappingError if it can't take this model's;
+        whatever stopped the publisher.
         """
         start = time.monotonic()
         pause = self._config.poll_interval
@@ -47,6 +48,7 @@ class ServedWait:
             self._publisher.raise_if_failed()
             seen = self.look()
             wanted, served = self._publisher.covering(step), self._served(seen)
+            self._raise_if_hopeless(seen)
             self._publisher.report(seen.replicas)
             if wanted is not None and served is not None and served.version >= wanted.version:
                 return served
@@ -76,6 +78,16 @@ class ServedWait:
             return Seen(replicas=replicas, trouble=trouble)
         behind = min(serving, key=lambda ack: ack.version or 0)
         return Seen(behind.version, behind.epoch, behind.manifest, replicas, behind.error)
+
+    def _raise_if_hopeless(self, seen: Seen) -> None:
+        """A model that a replica can't take deltas for stays so, whatever is published."""
+        for refusal in seen.replicas.values():
+            if refusal is not None and refusal.kind == "MappingError":
+                raise MappingError(
+                    f"version {refusal.version} at {self._status.url}",
+                    expected="a model it can update",
+                    got=refusal.error,
+                )
 
     def _served(self, seen: Seen) -> Published | None:
         """The version of ours that the server serves, proven by its manifest's digest."""

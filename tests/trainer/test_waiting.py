@@ -15,7 +15,7 @@ import tiny
 from stand_in_replica import StandInReplica
 
 from delta_sync.delta_file import decode_delta, encode_delta
-from delta_sync.errors import ConflictError, SyncTimeoutError
+from delta_sync.errors import ConflictError, MappingError, SyncTimeoutError
 from delta_sync.ledger import Ledger
 from delta_sync.store.open import open_store
 from trl_callback.config import DeltaSyncConfig
@@ -225,6 +225,23 @@ def test_another_trainers_newer_version_is_a_conflict() -> None:
         with pytest.raises(ConflictError, match="another trainer"):
             loop.session._wait.until(0)
         other.session.close()
+
+
+def test_a_model_the_server_cannot_update_ends_the_wait_at_once() -> None:
+    with looping() as loop:
+        loop.sync()
+        loop.replica.paused.set()
+        time.sleep(0.1)
+        loop.replica.refusal = {
+            "version": 2,
+            "manifest": None,
+            "kind": "MappingError",
+            "error": "tensor 'w' is quantised",
+        }
+        loop.train()
+        with pytest.raises(MappingError, match="tensor 'w' is quantised"):
+            loop.sync()
+        assert loop.replica.anchors_taken == 0
 
 
 def test_the_publishers_error_ends_the_wait() -> None:

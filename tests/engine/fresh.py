@@ -37,7 +37,7 @@ def ask(
     """One round of answers, and one more after each version in ``sync``; an AssertionError with the log if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
     request, answer, log = folder / "request.json", folder / "answer.json", folder / "log.txt"
-    content = {"model": str(model), "llm": {**ENGINE, **llm}, "prompts": list(prompts), "tokens": tokens}
+    content = {"model": str(model), "llm": {**ENGINE, **llm}, "prompts": [list(p) for p in prompts], "tokens": tokens}
     request.write_text(json.dumps({**content, "sync": list(sync)}))
     env = {**os.environ, **QUIET_CPU, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing))}
     with log.open("wb") as out:

@@ -43,7 +43,8 @@ def run_two(folder: Path, uri: str, fails_at: str) -> list[str]:
 def test_rank_zero_publishes_what_both_trained(tmp_path: Path) -> None:
     uri = str(tmp_path / "bucket")
     assert run_two(tmp_path, uri, "nowhere") == ["rank 0 trained 3", "rank 1 trained 3"]
-    assert [m.steps for m in bucket.chain(uri)] == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    covered = [step for m in bucket.chain(uri) for step in range(m.steps[0], m.steps[1] + 1)]
+    assert covered == [0, 1, 2, 3]  # each once and in order; a slow disk may put two into one version
     assert {m.epoch for m in bucket.chain(uri)} == {1}
     assert bucket.materialise(uri) == bucket.cast_bytes(torch.load(tmp_path / "final.pt", weights_only=True))
 

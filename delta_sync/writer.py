@@ -174,6 +174,7 @@ class Writer:
             self.head_error = None
         except StoreError as error:
             self.head_error = error
+            log.warning("version %d is committed, but HEAD could not be written: %s", head.version, error)
 
     @property
     def _store(self) -> Store:

@@ -23,7 +23,8 @@ test-long: setup
 # The same tests against the oldest vLLM with a CPU build and the oldest TRL that are supported.
 test-oldest:
 	@$(PYTHON) scripts/setup_env.py $(OLDEST) --backend cpu --vllm 0.27.0 --trl 1.11.0
-	$(OLDEST)/bin/python -m pytest -m "not long and not gpu" tests/worker tests/engine tests/trainer
+	$(OLDEST)/bin/python -m pytest -m "not long and not gpu" \
+		tests/worker/test_worker_updates.py tests/trainer/test_trainers.py tests/trainer/test_rollout_client.py
 
 check: setup
 	$(PY) -m ruff check .

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from delta_sync.errors import FormatError
-from vllm_delta_plugin.redact import redact_uri
+from delta_sync.store.open import redact_uri
 
 ENVIRONMENT = "DELTA_SYNC_CONFIG"
 ADDITIONAL_CONFIG = "delta_sync"

@@ -1,18 +1,8 @@
-"""Keeping secrets out of logs and status."""
+"""Keeping secrets of a store's URI out of logs, status and acknowledgements."""
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit, urlunsplit
-
-
-def redact_uri(uri: str) -> str:
-    """The same URI without user, password, query and fragment."""
-    parts = urlsplit(uri)
-    if not parts.scheme or len(parts.scheme) == 1:  # a bare path, maybe with a drive letter
-        return uri
-    host = parts.netloc.rpartition("@")[2]
-    netloc = f"***@{host}" if host != parts.netloc else host
-    return urlunsplit((parts.scheme, netloc, parts.path, "***" if parts.query else "", ""))
+from delta_sync.store.open import redact_uri
 
 
 def redact_text(text: str, uri: str) -> str:

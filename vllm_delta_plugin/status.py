@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
+from delta_sync.store.open import redact_uri
 from vllm_delta_plugin.log import logger
-from vllm_delta_plugin.redact import redact_text, redact_uri
+from vllm_delta_plugin.redact import redact_text
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ ADDITIONAL = '{"delta_sync": {"uri": "runs/b"}}'
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     for name in ("VLLM_PLUGINS", ENVIRONMENT):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what the flag sets is undone after the test
+        monkeypatch.delenv(name)
 
 
 def parse(*argv: str) -> tuple[Namespace, EngineArgs]:

@@ -15,7 +15,7 @@ from vllm_delta_plugin.cache_salt import CacheSalt, Salted
 from vllm_delta_plugin.holding import Hold
 from vllm_delta_plugin.main_thread import EngineBroken, MainThread, Stopped
 from vllm_delta_plugin.read_back import assemble
-from vllm_delta_plugin.redact import redact_text, redact_uri
+from vllm_delta_plugin.redact import redact_text
 from vllm_delta_plugin.replica_id import replica_id
 from vllm_delta_plugin.status import Facts, Refusal, Status
 
@@ -159,12 +159,11 @@ def test_status_hides_secrets_in_uri_and_errors() -> None:
         ("runs/a", "runs/a"),
         ("/abs/run", "/abs/run"),
         ("file:///abs/run", "file:///abs/run"),
-        ("s3://key:secret@bucket/run", "s3://***@bucket/run"),
-        ("https://host/run?sig=secret", "https://host/run?***"),
+        ("s3://key:secret@bucket/run", "s3://bucket/run"),
+        ("https://host/run?sig=secret", "https://host/run"),
     ],
 )
 def test_redaction(uri: str, shown: str) -> None:
-    assert redact_uri(uri) == shown
     assert redact_text(f"at {uri}: no", uri) == f"at {shown}: no"
 
 

@@ -132,9 +132,9 @@ def _salt(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pump_before(original: Callable[..., Any]) -> Callable[..., Any]:
-    def step(self: Any) -> Any:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         delta_sync_pump(self)
-        return original(self)
+        return original(self, *args, **kwargs)
 
     return step
 

@@ -1,0 +1,53 @@
+"""What the engine side cannot keep exact is refused at start, by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from delta_sync.errors import MappingError
+from vllm_delta_plugin.compat.engine_core import _refuse_unsupported
+
+
+class Executor:
+    pass
+
+
+class MultiprocExecutor(Executor):
+    pass
+
+
+class DerivedExecutor(MultiprocExecutor):
+    pass
+
+
+class RayDistributedExecutor(Executor):
+    pass
+
+
+def check(executor: type = MultiprocExecutor, engines: int = 1, moe: bool = False, extension: str = "x.Y") -> None:
+    parallel = SimpleNamespace(data_parallel_size=engines, worker_extension_cls=extension)
+    config: Any = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(is_moe=moe))
+    _refuse_unsupported(SimpleNamespace(model_executor=executor()), config)
+
+
+def test_ordinary_engines_are_followed() -> None:
+    check()
+    check(DerivedExecutor)
+    check(moe=True)
+    check(engines=2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "names"),
+    [
+        ({"executor": RayDistributedExecutor}, "RayDistributedExecutor"),
+        ({"engines": 2, "moe": True}, "data parallelism"),
+        ({"extension": ""}, "worker extension"),
+    ],
+)
+def test_others_are_refused_by_name(setting: dict[str, Any], names: str) -> None:
+    with pytest.raises(MappingError, match=names):
+        check(**setting)

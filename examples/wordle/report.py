@@ -34,7 +34,7 @@ def write(folder: Path, facts: dict[str, Any], streams: Sequence[Sequence[float]
     """
     folder.mkdir(parents=True, exist_ok=True)
     drawn = [_draw(folder, picture, facts["versions"]) for picture in PICTURES]
-    drawn.append(_draw_timeline(folder, facts["versions"], facts["commits"], streams))
+    drawn.append(_draw_timeline(folder, facts["commits"], streams))
     path = folder / "report.json"
     path.write_text(json.dumps({**facts, "pictures": drawn}, indent=2) + "\n")
     return path
@@ -72,7 +72,6 @@ def _draw(folder: Path, picture: Picture, rows: Sequence[dict[str, Any]]) -> str
 
 def _draw_timeline(
     folder: Path,
-    rows: Sequence[dict[str, Any]],
     commits: Sequence[dict[str, Any]],
     streams: Sequence[Sequence[float]],
 ) -> str:
@@ -85,6 +84,6 @@ def _draw_timeline(
     for commit in commits:
         axes.axvline(commit["after"] - start, color="tab:orange", linewidth=1, alpha=0.8)
     axes.set_ylim(bottom=0)
-    axes.plot([], [], color="tab:orange", label=f"{len(commits)} commits, {len(rows)} versions")
+    axes.plot([], [], color="tab:orange", label=f"{len(commits)} commits")
     axes.legend(loc="upper right", frameon=False)
     return _save(figure, folder, "timeline")

@@ -27,12 +27,15 @@ def facts_of_run(
     comparison: Comparison,
 ) -> dict[str, Any]:
     """Everything recorded, as JSON; `deltas` are the manifests of the run's delta versions."""
-    per_stream = measure.commits_per_stream(watcher.commits, stream.streams)
+    # A server that adopts the run's first version (its bits are the same already) commits nothing.
+    published = {manifest.version for manifest in deltas}
+    commits = [commit for commit in watcher.commits if commit.version in published]
+    per_stream = measure.commits_per_stream(commits, stream.streams)
     return {
         "settings": {name: str(value) for name, value in vars(args).items()},
         "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()},
-        "versions": measure.versions_table(deltas, rows, watcher.commits, stream.streams),
-        "commits": [asdict(commit) for commit in watcher.commits],
+        "versions": measure.versions_table(deltas, rows, commits, stream.streams),
+        "commits": [asdict(commit) for commit in commits],
         "streams": [
             {"tokens": len(s.times), "end": s.end, "commits": n}
             for s, n in zip(stream.streams, per_stream, strict=True)

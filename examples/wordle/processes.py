@@ -16,6 +16,7 @@ from typing import IO, Self
 
 import psutil
 
+KILL_SECONDS = 10.0  # for the kernel to end what was killed
 POLL = 0.2  # seconds
 LOG_LINES = 30
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -99,15 +100,21 @@ class Processes:
         """SIGTERM to every group, and SIGKILL to those with a member left after `grace` seconds."""
         for child in reversed(self._children):
             _signal_group(child, signal.SIGTERM)
-        deadline = time.monotonic() + self._grace
         groups = {child.process.pid for child in self._children}
-        while time.monotonic() < deadline and any(_members(groups)):
-            time.sleep(POLL / 4)
+        _wait_for_end(groups, self._grace)
         for child in self._children:
             _signal_group(child, signal.SIGKILL)
             child.process.wait()
             child.file.close()
+        _wait_for_end(groups, KILL_SECONDS)  # a kill is only a request, and nobody reaps grandchildren for us
         self._children.clear()
+
+
+def _wait_for_end(groups: set[int], seconds: float) -> None:
+    """Wait until no member of these groups runs, at most so long."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(_members(groups)):
+        time.sleep(POLL / 4)
 
 
 def _signal_group(child: Child, number: signal.Signals) -> None:

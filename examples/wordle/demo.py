@@ -84,7 +84,12 @@ class Demo:
 
     def _stream(self) -> StreamRecorder:
         models = httpx.get(f"{self.server_url}/v1/models", timeout=30, trust_env=False).raise_for_status().json()
-        return StreamRecorder(self.server_url, models["data"][0]["id"], STREAM_PROMPT, self.args.context - 16)
+        model = models["data"][0]["id"]
+        # vLLM compiles its log-prob kernel at the first request that asks for them, and every stream waits meanwhile.
+        first = {"model": model, "prompt": STREAM_PROMPT, "max_tokens": 2, "logprobs": 0}
+        url = f"{self.server_url}/v1/completions"
+        httpx.post(url, json=first, timeout=self.args.server_timeout, trust_env=False).raise_for_status()
+        return StreamRecorder(self.server_url, model, STREAM_PROMPT, self.args.context - 16)
 
     def _start_trainer(self, model: str) -> Child:
         command = commands.train(self.args, model, self.bucket, self.training, self.server_url, self.env_url)

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from helpers.machine import LLM_ARGS
 from helpers.server import QUIET_CPU
 
 from vllm_delta_plugin.flag import WORKER_EXTENSION
 
-ENGINE = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 2048, "max_num_seqs": 8}
+ENGINE = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 2048, "max_num_seqs": 8, **LLM_ARGS}
 
 
 def following(uri: Path | str, **config: Any) -> dict[str, Any]:

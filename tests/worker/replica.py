@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from helpers.machine import LLM_ARGS
 
 from delta_sync.plan import Plan, plan_to_dict
 
@@ -95,6 +96,7 @@ def replica(checkpoint: Path, **options: Any) -> Iterator[Replica]:
         "max_num_seqs": 4,
         "worker_extension_cls": EXTENSION,
         "seed": 0,
+        **LLM_ARGS,
     }
     llm = LLM(str(checkpoint), **(settings | options))
     try:

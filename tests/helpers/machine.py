@@ -1,0 +1,18 @@
+"""What an engine is asked for on a machine with GPUs, where the tests' engines share a card; nothing on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# No multicast between cards, no kernels that are compiled for minutes at the first batch.
+ON_GPU: dict[str, Any] = {
+    "gpu_memory_utilization": 0.12,
+    "disable_custom_all_reduce": True,
+    "moe_backend": "triton",
+}
+LLM_ARGS: dict[str, Any] = ON_GPU if torch.cuda.is_available() else {}
+SERVE_ARGS = (
+    ("--gpu-memory-utilization", "0.12", "--disable-custom-all-reduce", "--moe-backend", "triton") if LLM_ARGS else ()
+)

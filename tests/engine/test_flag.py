@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
@@ -32,7 +33,7 @@ def parse(*argv: str) -> tuple[Namespace, EngineArgs]:
     register()
     register()  # twice, as vLLM does
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    args = parser.parse_args(["--model", "m", *argv])
+    args = parser.parse_args(["--model", str(Path(__file__).parent), *argv])
     return args, AsyncEngineArgs.from_cli_args(args)
 
 

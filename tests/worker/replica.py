@@ -71,7 +71,7 @@ class Replica:
 
     def bits(self) -> dict[str, np.ndarray]:
         """All parameters' raw bits, by vLLM's own names, without help from the map under test."""
-        return {n: p.data.contiguous().view(torch.int16).numpy().copy() for n, p in self.model.named_parameters()}
+        return {n: p.data.cpu().contiguous().view(torch.int16).numpy().copy() for n, p in self.model.named_parameters()}
 
 
 def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:

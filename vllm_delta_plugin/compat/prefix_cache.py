@@ -10,13 +10,14 @@ from vllm_delta_plugin.compat.seam import require, wrap
 
 
 def install() -> None:
-    """Wrap both look-ups once; SeamError if they or Request's hashing are gone."""
+    """Wrap the look-ups once; SeamError if the first or Request's hashing is gone."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
     require(Request, "update_block_hashes")
     wrap(KVCacheManager, "get_computed_blocks", _refreshing)
-    wrap(KVCacheManager, "get_computed_blocks_for_connector", _refreshing)
+    if hasattr(KVCacheManager, "get_computed_blocks_for_connector"):  # vLLM 0.26 asks get_computed_blocks for both
+        wrap(KVCacheManager, "get_computed_blocks_for_connector", _refreshing)
 
 
 def _refreshing(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -45,13 +45,18 @@ class VllmServer:
     """``vllm serve MODEL ARGS`` as a context manager: healthy on entry, its whole process group gone on exit."""
 
     def __init__(
-        self, model: Path | str, log: Path, args: Sequence[str] = (), env: Mapping[str, str] | None = None
+        self,
+        model: Path | str,
+        log: Path,
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        base: Sequence[str] = SMALL,
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         self.headers: dict[str, str] = {}
-        self._command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *SMALL]
+        self._command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *base]
         self._command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny", *args]
         self._env = {**os.environ, **QUIET_CPU, **(env or {})}
         self._process: subprocess.Popen[bytes] | None = None

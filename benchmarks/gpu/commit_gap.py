@@ -1,0 +1,192 @@
+"""What a commit costs open streams on a GPU: ``vllm serve`` follows a run of random 1 % changes at a real model's size.
+
+Usage: python benchmarks/gpu/commit_gap.py [--shape qwen3-0.6b] [--versions 20] [--streams 8]
+
+The weights are random in the true shapes, the server is a stock one with CUDA graphs, and the numbers are a client's:
+the longest time between two tokens of any stream around a commit, beside the streams' median. At the end the live
+bits are read out of the server and digested, and must be the trainer's; greedy answers must be a fresh engine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from helpers.machine import SERVE_ARGS  # noqa: E402
+from helpers.publish import Publisher  # noqa: E402
+from helpers.server import VllmServer  # noqa: E402
+from helpers.tiny_models import write_tokenizer  # noqa: E402
+
+from examples.wordle.stream import StreamRecorder  # noqa: E402
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": dict(hidden=256, layers=2, intermediate=512, heads=4, kv=2, head_dim=64, vocab=2048, tied=True),
+    "qwen3-0.6b": dict(
+        hidden=1024, layers=28, intermediate=3072, heads=16, kv=8, head_dim=128, vocab=151936, tied=True
+    ),
+    "qwen3-8b": dict(
+        hidden=4096, layers=36, intermediate=12288, heads=32, kv=8, head_dim=128, vocab=151936, tied=False
+    ),
+}
+PROMPTS = [[5, 6, 7, 8], [100, 200, 300], list(range(10, 60))]
+
+
+def build(path: Path, shape: dict[str, Any]) -> Path:
+    """Write a checkpoint of this shape with random weights, in one file, and a tokenizer of one word a token."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    config = Qwen3Config(
+        vocab_size=shape["vocab"],
+        hidden_size=shape["hidden"],
+        intermediate_size=shape["intermediate"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv"],
+        head_dim=shape["head_dim"],
+        tie_word_embeddings=shape["tied"],
+        max_position_embeddings=4096,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.cpu().save_pretrained(path, max_shard_size="1TB")
+    write_tokenizer(path, shape["vocab"])
+    return path
+
+
+def change(weights: dict[str, np.ndarray], seed: int, fraction: float) -> None:
+    """One step up or down in a random share of every tensor's elements, as an optimizer's step does it."""
+    random = np.random.default_rng(seed)
+    for bits in weights.values():
+        flat = bits.reshape(-1)
+        at = random.integers(0, flat.size, max(1, int(flat.size * fraction)))
+        flat[at] ^= 1
+
+
+def gaps(recorders: list[StreamRecorder], begin: float, end: float) -> list[float]:
+    """Milliseconds between neighbouring tokens of the same stream, of all pairs that touch [begin, end]."""
+    found = []
+    for recorder in recorders:
+        for stream in recorder.streams:
+            times = [t for t in stream.times if begin - 60 < t < end + 60]
+            found += [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False) if b >= begin and a <= end]
+    return found
+
+
+def main() -> None:
+    """Build, serve, publish, measure, compare; one JSON object on the last line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--versions", type=int, default=20)
+    parser.add_argument("--fraction", type=float, default=0.01)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--logs", type=Path, help="keep the servers' logs here")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(measure(args, Path(folder))), flush=True)
+
+
+def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
+    """The whole measurement, in ``place``."""
+    began = time.time()
+    base = build(place / "base", SHAPES[args.shape])
+    trainer = Publisher.of_checkpoint(str(place / "run"), base)
+    options = ("--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64", "--gpu-memory-utilization")
+    options = (*options, "0.4", *[a for a in SERVE_ARGS if a not in ("--gpu-memory-utilization", "0.12")])
+    logs = args.logs or place
+    say("serving", began)
+    with VllmServer(base, logs / "live.log", ("--delta-sync", trainer_uri(place)), base=options) as server:
+        server.wait_healthy()
+        trainer.origin()
+        server.wait_version(1, 120)
+        say("streaming", began)
+        recorders = [StreamRecorder(server.url, "tiny", f"w{10 + i} w20", 4000) for i in range(args.streams)]
+        for recorder in recorders:
+            recorder.__enter__()
+        time.sleep(5)
+        quiet = (time.time() - 3, time.time())
+        rows = [step(server, trainer, args.fraction, seed) for seed in range(args.versions)]
+        time.sleep(1)
+        for recorder in recorders:
+            recorder.stop()
+        say("comparing", began)
+        tensors = server.get("/delta_sync/tensors?scan=1", timeout=300)["tensors"]
+        served = {name: int(entry["digest"], 16) for name, entry in tensors.items()}
+        exact = served == {name: state.digest for name, state in trainer.states().items()}
+        answers = [server.complete(prompt, 32)["text"] for prompt in PROMPTS]
+        status = server.status()
+    final = trainer.save(place / "final", base)
+    with VllmServer(final, logs / "fresh.log", base=options) as fresh:
+        greedy = answers == [fresh.complete(prompt, 32)["text"] for prompt in PROMPTS]
+    at_commit = [max(gaps(recorders, row["begin"], row["end"])) for row in rows]
+    ordinary = gaps(recorders, *quiet)
+    usual = statistics.mean(ordinary)
+    return {
+        "card": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
+        "shape": args.shape,
+        "elements": sum(w.size for w in trainer.weights.values()),
+        "changed": status["changed_elements_last"],
+        "streams": args.streams,
+        "versions": status["version"],
+        "gap_without_commit_ms": {"mean": round(usual, 3), **spread(ordinary)},
+        "gap_at_commit_ms": {"median": round(statistics.median(at_commit), 3), "max": round(max(at_commit), 3)},
+        "gap_at_commit_over_usual": round(statistics.median(at_commit) / usual, 2),
+        "commit_ms": spread([row["commit_ms"] for row in rows]),
+        "stage_ms": spread([1e3 * row["stage_seconds"] for row in rows]),
+        "published_to_served_ms": spread([1e3 * (row["end"] - row["begin"]) for row in rows]),
+        "tokens": sum(r.tokens for r in recorders),
+        "interruptions": [why for r in recorders for why in r.interruptions],
+        "bit_exact": exact,
+        "greedy_equals_fresh_engine": greedy,
+        "refusals": status["refusals"],
+        "seconds": round(time.time() - began, 1),
+    }
+
+
+def step(server: VllmServer, trainer: Publisher, fraction: float, seed: int) -> dict[str, Any]:
+    """Change, publish, wait until served; when the manifest was there and when the version was seen, and the costs."""
+    change(trainer.weights, seed, fraction)
+    manifest = trainer.delta()
+    begin = time.time()
+    status = server.wait_version(manifest.version, 60)
+    end = time.time()
+    time.sleep(0.5)
+    return {
+        "begin": begin,
+        "end": end,
+        "commit_ms": status["commit_ms_last"],
+        "stage_seconds": status["stage_seconds_last"],
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and largest, rounded."""
+    return {"median": round(statistics.median(values), 3), "max": round(max(values), 3)}
+
+
+def trainer_uri(place: Path) -> str:
+    """Where the run lies."""
+    return str(place / "run")
+
+
+def say(what: str, began: float) -> None:
+    """Progress, on stderr."""
+    print(f"{time.time() - began:6.1f} s  {what}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,36 @@ from helpers.tiny_models import write_tokenizer  # noqa: E402
 from examples.wordle.stream import StreamRecorder  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": dict(hidden=256, layers=2, intermediate=512, heads=4, kv=2, head_dim=64, vocab=2048, tied=True),
-    "qwen3-0.6b": dict(
-        hidden=1024, layers=28, intermediate=3072, heads=16, kv=8, head_dim=128, vocab=151936, tied=True
-    ),
-    "qwen3-8b": dict(
-        hidden=4096, layers=36, intermediate=12288, heads=32, kv=8, head_dim=128, vocab=151936, tied=False
-    ),
+    "tiny": {
+        "hidden": 256,
+        "layers": 2,
+        "intermediate": 512,
+        "heads": 4,
+        "kv": 2,
+        "head_dim": 64,
+        "vocab": 2048,
+        "tied": True,
+    },
+    "qwen3-0.6b": {
+        "hidden": 1024,
+        "layers": 28,
+        "intermediate": 3072,
+        "heads": 16,
+        "kv": 8,
+        "head_dim": 128,
+        "vocab": 151936,
+        "tied": True,
+    },
+    "qwen3-8b": {
+        "hidden": 4096,
+        "layers": 36,
+        "intermediate": 12288,
+        "heads": 32,
+        "kv": 8,
+        "head_dim": 128,
+        "vocab": 151936,
+        "tied": False,
+    },
 }
 PROMPTS = [[5, 6, 7, 8], [100, 200, 300], list(range(10, 60))]
 
@@ -83,7 +107,7 @@ def gaps(recorders: list[StreamRecorder], begin: float, end: float) -> list[floa
     for recorder in recorders:
         for stream in recorder.streams:
             times = [t for t in stream.times if begin - 60 < t < end + 60]
-            found += [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False) if b >= begin and a <= end]
+            found += [1e3 * (b - a) for a, b in pairwise(times) if b >= begin and a <= end]
     return found
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from delta_sync.digest import state_digest
-from delta_sync.errors import FormatError, IntegrityError, NotFoundError
+from delta_sync.errors import FormatError, IntegrityError, NotFoundError, StoreError
 from delta_sync.limits import DEFAULT_LIMITS
 from delta_sync.manifest import AnchorRecord, Manifest, ObjectRef, TensorState
 from delta_sync.store.base import Store
@@ -35,7 +37,7 @@ def attach_anchor(
     )
     record.to_bytes()  # FormatError before anything is written
     existing = _existing(store, key)
-    if existing is not None and existing.objects == refs:
+    if existing is not None and replace(record, created_at=existing.created_at) == existing:
         record = existing
     else:
         store.delete(key)
@@ -43,10 +45,21 @@ def attach_anchor(
     for info in list(store.list(folder)):  # leftovers of another sharding would be loaded along with ours
         if info.key not in keep:
             store.delete(info.key)
-    for name, content in files.items():
-        _put(store, folder + name, content)
-    store.put(key, record.to_bytes())
+    try:
+        for name, content in files.items():
+            _put(store, folder + name, content)
+        store.put(key, record.to_bytes())
+    except StoreError:
+        if record is not existing:  # files without a record are of no use, and the store may be full
+            _remove(store, [ref.key for ref in refs])
+        raise
     return record
+
+
+def _remove(store: Store, keys: Sequence[str]) -> None:
+    for key in keys:
+        with contextlib.suppress(StoreError):
+            store.delete(key)
 
 
 def _existing(store: Store, key: str) -> AnchorRecord | None:

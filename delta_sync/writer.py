@@ -150,18 +150,33 @@ class Writer:
         so that an interrupted call leaves no anchor; call it again.
         """
         self._check_fence()
-        return attach_anchor(self._store, manifest, files, tensors)
+        record = attach_anchor(self._store, manifest, files, tensors)
+        self._restore(manifest)
+        return record
 
     def republish(self, manifest: Manifest, objects: Sequence[bytes]) -> None:
-        """Write a version's objects again, the very same bytes; IntegrityError if they are not."""
+        """Write a version's objects, and what else of it is damaged, again; IntegrityError if they are other bytes."""
         if len(objects) != len(manifest.objects):
             what = f"objects of version {manifest.version}"
             raise IntegrityError(what, expected=len(manifest.objects), got=len(objects))
         for ref, data in zip(manifest.objects, objects, strict=True):
             if (got := hashlib.sha256(data).hexdigest()) != ref.sha256:
                 raise IntegrityError(f"object {ref.key}", expected=ref.sha256, got=got)
+        self._check_fence()
         for ref, data in zip(manifest.objects, objects, strict=True):
             self._store.put(ref.key, data)
+        self._restore(manifest)
+
+    def _restore(self, manifest: Manifest) -> None:
+        """Write a manifest of ours again where its bytes are not there, and HEAD, which may name others."""
+        data = manifest.to_bytes()
+        try:
+            whole = self._store.get(manifest.key, max_bytes=len(data)) == data
+        except (NotFoundError, IntegrityError):
+            whole = False
+        if not whole:
+            self._store.put(manifest.key, data)
+        self.write_head()
 
     def write_head(self) -> None:
         """Write the HEAD hint; a failure is kept in ``head_error``, as the committed version is visible without it."""
@@ -211,7 +226,8 @@ class Writer:
         return self._create(replace(manifest, epoch=self.epoch))
 
     def _check_fence(self, manifest: Manifest | None = None) -> None:
-        """ConflictError if another writer claimed a newer epoch or committed the same version beside us."""
+        """ConflictError if our claim is gone, or another writer claimed a newer epoch or committed the same version."""
+        self._check_own_claim(manifest)
         while (newer := self._claim_after(self.epoch, manifest)) is not None:
             if newer != self._attempt:
                 raise self._taken_over(f"writer {newer.writer!r}, who claimed epoch {newer.epoch}", manifest)
@@ -222,6 +238,20 @@ class Writer:
             name = parse_manifest_key(info.key)
             if name and name.epoch >= self.epoch and name.writer != self.writer:
                 raise self._taken_over(f"writer {name.writer!r}, who committed {name.key}", manifest)
+
+    def _check_own_claim(self, manifest: Manifest | None) -> None:
+        """A folder that was emptied or replaced under us holds another run: readers would never see our versions."""
+        try:
+            found = self.ledger.epoch(self.epoch)
+        except NotFoundError:
+            raise self._taken_over(
+                "a store without this writer's claim: it was emptied or replaced", manifest
+            ) from None
+        except (FormatError, IntegrityError) as error:  # damaged, but nobody else's: claims are create-only
+            log.warning("this writer's claim of epoch %d cannot be read: %s", self.epoch, error)
+            return
+        if found != self.claim:
+            raise self._taken_over(f"writer {found.writer!r} of run {found.run!r}", manifest)
 
     def _claim_after(self, epoch: int, manifest: Manifest | None) -> Epoch | None:
         try:

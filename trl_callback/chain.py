@@ -145,11 +145,25 @@ class Chain:
 
     def attach_anchor(self) -> int:
         """Attach complete weights, the snapshot's, to the newest version; returns their size in bytes."""
-        with tempfile.TemporaryDirectory(prefix="delta-sync-anchor-") as folder:
+        with self._temporary_folder() as folder:
             files = self._weight_files(Path(folder))
             self._writer.attach_anchor(self._manifest, {**self._sidecars, **files}, self._snapshot.states)
         self._anchored = self._manifest.version
         return self._snapshot.total_bytes
+
+    def _temporary_folder(self) -> tempfile.TemporaryDirectory[str]:
+        try:
+            return tempfile.TemporaryDirectory(prefix="delta-sync-anchor-")
+        except OSError as error:
+            raise self._no_room(error) from error
+
+    def _no_room(self, error: OSError) -> StoreError:
+        return StoreError(
+            "temporary files of an anchor",
+            expected=f"{self._snapshot.total_bytes} bytes in TMPDIR or the system's folder for temporary files",
+            got=error.strerror,
+            remedy="free disk space there, or set TMPDIR to a folder on a larger disk",
+        )
 
     def _weight_files(self, folder: Path) -> dict[str, Path]:
         total = self._snapshot.total_bytes
@@ -157,12 +171,7 @@ class Chain:
             with byte_bar("delta-sync anchor", total, shown=self._config.progress) as advance:
                 return write_anchor_files(folder, counted(self._snapshot, advance))
         except OSError as error:
-            raise StoreError(
-                "temporary files of an anchor",
-                expected=f"{total} bytes in {tempfile.gettempdir()}",
-                got=error.strerror,
-                remedy="free disk space there, or set TMPDIR to a folder on a larger disk",
-            ) from error
+            raise self._no_room(error) from error
 
     def acknowledged(self) -> dict[str, Refusal | None]:
         """Replica -> what it says, in the bucket, it would not take."""

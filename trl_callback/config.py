@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from delta_sync.dtypes import DTYPES
 from delta_sync.errors import DeltaSyncError
-from delta_sync.store.open import redact_uri
+from delta_sync.store.open import check_uri, redact_uri
+from trl_callback.http import is_http
 
 SERVING_DTYPES = tuple(name for name, dtype in DTYPES.items() if dtype.order == "float" and dtype.itemsize >= 2)
 
@@ -20,12 +21,12 @@ class DeltaSyncConfig:
     Raises DeltaSyncError naming the field, what it takes and what it got.
     """
 
-    uri: str
+    uri: str = field(repr=False)  # may hold a password, as may server_url
     max_staleness: int = 0  # 0: rollouts come from exactly this step's weights
     publish_every: int = 1  # optimizer steps between versions nobody is waiting for
     anchor_every: int = 50  # versions between complete checkpoints in the bucket; 0: only where one is needed
     serving_dtype: str | None = None  # None: what the server serves, else the trainer's compute precision
-    server_url: str | None = None  # None: the trainer's own vllm_server_* arguments
+    server_url: str | None = field(default=None, repr=False)  # None: the trainer's own vllm_server_* arguments
     api_key: str | None = field(default=None, repr=False)  # None: VLLM_API_KEY
     run: str | None = None
     writer: str | None = None
@@ -42,6 +43,7 @@ class DeltaSyncConfig:
     def __post_init__(self) -> None:
         """Check every field."""
         _require("uri", isinstance(self.uri, str) and bool(self.uri.strip()), "a bucket URI or a folder", self.uri)
+        check_uri(self.uri)
         for name in ("max_staleness", "anchor_every"):
             _require_integer(name, getattr(self, name), least=0)
         _require_integer("publish_every", self.publish_every, least=1)
@@ -57,8 +59,8 @@ class DeltaSyncConfig:
             got = "another type" if name == "api_key" else value
             _require(name, value is None or (isinstance(value, str) and bool(value)), "None or a non-empty string", got)
         if self.server_url is not None:
-            http = self.server_url.startswith(("http://", "https://"))
-            _require("server_url", http, "http://… or https://…", self.server_url)
+            shown = redact_uri(self.server_url)
+            _require("server_url", is_http(self.server_url), "http://HOST[:PORT] or https://HOST[:PORT]", shown)
 
     @classmethod
     def build(cls, uri: str, **settings: Any) -> DeltaSyncConfig:

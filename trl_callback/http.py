@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import threading
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import requests
 
 from delta_sync.errors import DeltaSyncError, FormatError, NotFoundError, StoreError
+from delta_sync.store.open import redact_uri
+from trl_callback.deadline import StillRunningError, within
 
 CONNECT_TIMEOUT = 5.0
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
+_MAX_BODY = 1 << 28  # bytes; the tensors of the largest models are a few million
 _SHOWN = 400  # characters of a server's error body that go into ours
 
 
@@ -19,10 +24,23 @@ class ServerUnavailableError(StoreError):
     """The rollout server can't be reached or answers that it can't serve now: try again."""
 
 
+def is_http(url: str) -> bool:
+    """True for http:// and https:// with a host and, if any, a possible port."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, brackets that don't close
+        return False
+
+
 class ServerUrl:
-    """A server's base URL; what is shown of it has no user name, password or query."""
+    """A server's base URL; what is shown of it has no user name, password or query. DeltaSyncError if it is none."""
 
     def __init__(self, url: str) -> None:
+        if not is_http(url):
+            raise DeltaSyncError(
+                "URL of the rollout server", expected="http://HOST[:PORT] or https://HOST[:PORT]", got=redact_uri(url)
+            )
         parts = urlsplit(url)
         self.base = url.rstrip("/")
         host = parts.hostname or ""
@@ -43,9 +61,11 @@ class Server:
         if api_key is not None:
             # As auth, not as a header: requests replaces an Authorization header by what ~/.netrc has for the host.
             self._session.auth = _Bearer(api_key)
+        self._session.headers["Accept-Encoding"] = "identity"  # the cap is on what is read
+        self._stuck: threading.Thread | None = None
 
     def get(self, path: str, *, timeout: float) -> Any:
-        """GET a JSON document; ``timeout`` seconds between bytes."""
+        """GET a JSON document, all of it within ``timeout`` seconds."""
         return _json(self._send("GET", path, timeout=timeout), self._name(path))
 
     def post(self, path: str, body: dict[str, Any], *, timeout: float) -> Any:
@@ -63,19 +83,57 @@ class Server:
     def _name(self, path: str) -> str:
         return f"{self.url.shown}{path.partition('?')[0]}"
 
-    def _send(self, method: str, path: str, *, timeout: float, **arguments: Any) -> requests.Response:
-        limits = (min(CONNECT_TIMEOUT, timeout), timeout)
+    def _send(self, method: str, path: str, *, timeout: float, **arguments: Any) -> _Answer:
         try:
-            answer = self._session.request(
-                method, f"{self.url.base}{path}", timeout=limits, allow_redirects=False, **arguments
-            )
+            answer = self._answer(method, path, timeout, arguments)
         except requests.RequestException as error:
-            raise ServerUnavailableError(
-                self._name(path), expected="an answer", got=_reason(error, timeout), remedy="is the server running?"
-            ) from None  # the cause's text holds the URL with any password in it
-        if answer.status_code == 200:
+            raise self._unavailable(path, _reason(error, timeout)) from None  # its text holds the URL and a password
+        except StillRunningError as error:  # requests bounds the time between two bytes only
+            self._stuck = error.thread
+            raise self._unavailable(path, f"no whole answer within {timeout:g} s") from None
+        if answer.status == 200:
             return answer
         raise _refusal(self._name(path), answer)
+
+    def _answer(self, method: str, path: str, timeout: float, arguments: dict[str, Any]) -> _Answer:
+        if self._stuck is not None:  # at most one thread is left behind
+            self._stuck.join(timeout)
+            if self._stuck.is_alive():
+                raise StillRunningError(self._stuck)
+            self._stuck = None
+        limits = (min(CONNECT_TIMEOUT, timeout), timeout)
+        url, name = f"{self.url.base}{path}", self._name(path)
+
+        def ask() -> _Answer:
+            with self._session.request(
+                method, url, timeout=limits, allow_redirects=False, stream=True, **arguments
+            ) as answer:
+                return _read(answer, name)
+
+        return within(timeout, ask)
+
+    def _unavailable(self, path: str, got: str) -> ServerUnavailableError:
+        remedy = "is the server running, and is nothing between here and there slow?"
+        return ServerUnavailableError(self._name(path), expected="an answer", got=got, remedy=remedy)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    status: int
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        return self.body.decode(errors="replace")
+
+
+def _read(answer: requests.Response, name: str) -> _Answer:
+    body = bytearray()
+    for chunk in answer.iter_content(1 << 16):
+        body += chunk
+        if len(body) > _MAX_BODY:
+            raise FormatError(name, expected=f"an answer of at most {_MAX_BODY} bytes", got="a longer one")
+    return _Answer(answer.status_code, bytes(body))
 
 
 class _Bearer(requests.auth.AuthBase):
@@ -99,8 +157,8 @@ def _reason(error: requests.RequestException, timeout: float) -> str:
     return type(error).__name__
 
 
-def _refusal(name: str, answer: requests.Response) -> DeltaSyncError:
-    status = answer.status_code
+def _refusal(name: str, answer: _Answer) -> DeltaSyncError:
+    status = answer.status
     said = f"HTTP {status}: {_excerpt(answer)}"
     if status in (401, 403):
         return DeltaSyncError(name, expected="access", got=f"HTTP {status}",
@@ -112,17 +170,17 @@ def _refusal(name: str, answer: requests.Response) -> DeltaSyncError:
     return DeltaSyncError(name, expected="HTTP 200", got=said)
 
 
-def _excerpt(answer: requests.Response) -> str:
+def _excerpt(answer: _Answer) -> str:
     text = answer.text
     try:
         message = json.loads(text)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, RecursionError, KeyError, TypeError):
         message = text
     return " ".join(str(message).split())[:_SHOWN]
 
 
-def _json(answer: requests.Response, name: str) -> Any:
+def _json(answer: _Answer, name: str) -> Any:
     try:
-        return answer.json()
-    except ValueError:
+        return json.loads(answer.body)
+    except (ValueError, RecursionError):
         raise FormatError(name, expected="JSON", got=_excerpt(answer)) from None

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_RETRY, LAST_RETRY = 0.2, 10.0  # seconds between tries at a failing store
 LOOK = 5.0  # seconds between looks at the bucket's acknowledgements while there is nothing to publish
+_SLOWEST = 1e6  # bytes a second; a store that is slower with complete weights counts as one that hangs
 STOP = 5.0  # seconds the interpreter's exit waits for the thread
 
 Job = Callable[[], None]
@@ -44,15 +45,18 @@ class Publisher:
     ) -> None:
         self._chain, self._snapshot, self._config, self._metrics = chain, snapshot, config, metrics
         self._healer = Healer(grace=config.refusal_grace)
+        self._old_refusals = {r for r in chain.acknowledged().values() if r is not None}
         self._changed = threading.Condition()  # guards everything below, and the snapshot against diff while it moves
         self._waiting: ChangeSet | None = None
         self._in_flight: ChangeSet | None = None
         self._attempt: Attempt | None = None  # of what is in flight; the thread's own
         self._refusals: dict[str, Refusal] = {}
-        self.anchor_wanted = self._anchor_urgent = False
+        self.anchor_wanted = self._anchor_urgent = self._anchor_overdue = False
+        self._anchor_failed_at = 0  # the version it was tried for
         self._stopping = False
         self._failure: BaseException | None = None
         self._failing_since: float | None = None
+        self._job_ends: float | None = None  # when the job in hand has taken so long that its store call must hang
         self.last_error: DeltaSyncError | None = None
         self.captured_step = chain.newest.step
         self._thread = threading.Thread(target=self._run, name="delta-sync-publisher", daemon=True)
@@ -113,9 +117,17 @@ class Publisher:
         return self._chain.epoch
 
     def raise_if_failed(self) -> None:
-        """Raise what stopped the thread, in the caller's thread."""
+        """Raise what stopped the thread, in the caller's thread; StoreError if a store call doesn't return."""
         if self._failure is not None:
             raise self._failure
+        ends = self._job_ends
+        if ends is not None and time.monotonic() > ends:
+            raise StoreError(
+                f"writing to {self._config.shown_uri}",
+                expected=f"an end within publish_timeout ({self._config.publish_timeout:g} s, and 1 s a megabyte)",
+                got="a call that has not returned",
+                remedy="look at that file system or store; a new run on this URI continues from what is durable",
+            )
 
     def flush(self, timeout: float) -> None:
         """Wait until everything captured is durable; SyncTimeoutError after ``timeout`` seconds."""
@@ -165,18 +177,24 @@ class Publisher:
             return self._heal
         if self.anchor_wanted and self._anchor_urgent:
             return self._anchor
+        if self.anchor_wanted and self._anchor_overdue:
+            return self._anchor_unless_it_fails
         if self._waiting or self._in_flight:
             return self._publish
-        return self._anchor_while_idle if self.anchor_wanted else None
+        return self._anchor_unless_it_fails if self.anchor_wanted else None
 
     def _try(self, job: Job) -> None:
         """Run one job; a failing store is retried, ever more slowly, until ``publish_timeout``."""
+        self._job_ends = time.monotonic() + self._config.publish_timeout + self._snapshot.total_bytes / _SLOWEST
         try:
             job()
         except StoreError as error:
+            self._job_ends = None
             self._pause_after(error)
         else:
             self._failing_since = self.last_error = None
+        finally:
+            self._job_ends = None
 
     def _pause_after(self, error: StoreError) -> None:
         now = time.monotonic()
@@ -226,27 +244,29 @@ class Publisher:
         return self._attempt
 
     def _want_periodic_anchor(self, version: int) -> None:
+        """One is due every so many versions; twice as many, and it goes before the next delta."""
         every, since = self._config.anchor_every, version - self._chain.anchored_or_first
-        if every and since >= every:
-            self.anchor_wanted, self._anchor_urgent = True, self._anchor_urgent or since >= 2 * every
+        if every and since >= every and version - self._anchor_failed_at >= every:
+            self.anchor_wanted, self._anchor_overdue = True, since >= 2 * every
 
     def _anchor(self) -> None:
         start = time.monotonic()
         size = self._chain.attach_anchor()
         self._healer.anchored(time.monotonic())
         with self._changed:
-            self.anchor_wanted = self._anchor_urgent = False
+            self.anchor_wanted = self._anchor_urgent = self._anchor_overdue = False
             self._changed.notify_all()
         self._metrics.record(anchor_bytes=size, anchor_seconds=time.monotonic() - start)
 
-    def _anchor_while_idle(self) -> None:
-        """An anchor nobody waits for: one that fails is not insisted on, but wanted again with the next version."""
+    def _anchor_unless_it_fails(self) -> None:
+        """An anchor nobody waits for: one that fails is not insisted on, but due again ``anchor_every`` later."""
         try:
             self._anchor()
         except StoreError as error:
             self._note_failure(error)
             with self._changed:
-                self.anchor_wanted = False
+                self.anchor_wanted = self._anchor_overdue = False
+                self._anchor_failed_at = self._chain.newest.version
 
     def _heal(self) -> None:
         with self._changed:
@@ -274,7 +294,9 @@ class Publisher:
         self._metrics.record(heals=1)
 
     def _look_at_acknowledgements(self) -> None:
-        self.report(self._chain.acknowledged())
+        """What was acknowledged before this run began is left alone: a live replica says it anew, of our versions."""
+        said = self._chain.acknowledged()
+        self.report({name: refusal for name, refusal in said.items() if refusal not in self._old_refusals})
 
     def _record(self, attempt: Attempt, published: Published, seconds: float) -> None:
         changed, size = attempt.changes.changed, len(attempt.data)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from delta_sync.errors import ConflictError, MappingError, NotFoundError, SyncTimeoutError
+from delta_sync.errors import ConflictError, FormatError, MappingError, NotFoundError, SyncTimeoutError
 from delta_sync.ledger import Ledger
 from trl_callback.chain import Published
 from trl_callback.config import DeltaSyncConfig
@@ -66,7 +66,7 @@ class ServedWait:
             return _seen(self._status.status())
         except NotFoundError as error:
             return self._acknowledged(str(error))
-        except ServerUnavailableError as error:
+        except (ServerUnavailableError, FormatError) as error:  # a proxy's page in between is not the end of a run
             return Seen(trouble=str(error))
 
     def _acknowledged(self, trouble: str) -> Seen:
@@ -101,7 +101,8 @@ class ServedWait:
                 f"{self._status.url} serves version {seen.version}",
                 expected=f"epoch {self._publisher.epoch} of this trainer",
                 got=f"epoch {seen.epoch}",
-                remedy="another trainer publishes to this bucket: stop one, or give each its own URI",
+                remedy=f"does the server follow {self._config.shown_uri} (see its /delta_sync/status)? "
+                "If so, another trainer publishes there too: stop one, or give each its own URI",
             )
         return None
 

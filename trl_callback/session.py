@@ -10,13 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from delta_sync.errors import MappingError
+from delta_sync.errors import MappingError, StoreError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import TensorState
 from delta_sync.store.open import open_store
 from trl_callback.anchors import sidecar_files
 from trl_callback.chain import Chain
 from trl_callback.config import DeltaSyncConfig
+from trl_callback.deadline import StillRunningError, within
 from trl_callback.metrics import Metrics
 from trl_callback.publisher import Publisher
 from trl_callback.served import ServedWait, wait_for_live_state
@@ -55,14 +56,31 @@ class Session:
             check_same_tensors(snapshot.states, served, status.url)
         warn_about_precision(subject.compute_dtype, snapshot.main_dtype)
 
-        ledger = Ledger(open_store(config.uri))
         sidecars = sidecar_files(subject.model, subject.processing_class, snapshot.main_dtype)
-        chain = Chain(ledger, snapshot, config, sidecars, subject.step)
+        ledger, chain = self._open(snapshot, sidecars, subject.step)
         self._first_step = subject.step
         self._publisher = Publisher(chain, snapshot, config, metrics)
         self._wait = None if status is None else ServedWait(status, ledger, self._publisher, config)
         self._want_first_anchor(chain, snapshot, live)
         self._publisher.start()
+
+    def _open(self, snapshot: Snapshot, sidecars: Mapping[str, bytes], step: int) -> tuple[Ledger, Chain]:
+        """Claim an epoch and commit the origin, off the training thread: a file system may hang for ever."""
+        config = self._config
+
+        def begin() -> tuple[Ledger, Chain]:
+            ledger = Ledger(open_store(config.uri))
+            return ledger, Chain(ledger, snapshot, config, sidecars, step)
+
+        try:
+            return within(config.publish_timeout, begin)
+        except StillRunningError:
+            raise StoreError(
+                f"opening {config.shown_uri}",
+                expected=f"an answer within publish_timeout ({config.publish_timeout:g} s)",
+                got="a call that has not returned",
+                remedy="look at that file system or store",
+            ) from None
 
     def _want_first_anchor(self, chain: Chain, snapshot: Snapshot, live: ServerStatus | None) -> None:
         """None where the server's live bits are proven ours; on a used chain one all the same, but without hurry:

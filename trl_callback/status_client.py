@@ -110,7 +110,13 @@ def _tensor(name: str, entry: object) -> TensorState:
     dtype, shape = _field(fields, "dtype", str), _field(fields, "shape", list)
     if dtype is None or digest is None or shape is None or not all(type(n) is int for n in shape):
         raise FormatError(f"{TENSORS} {name}", expected="dtype, shape and digest", got=sorted(fields))
-    return TensorState(dtype, tuple(shape), int(digest, 16) if isinstance(digest, str) else digest)
+    try:
+        value = int(digest, 16) if isinstance(digest, str) else digest
+    except ValueError:
+        value = -1
+    if not 0 <= value < 1 << 64 or any(n < 0 for n in shape):
+        raise FormatError(f"{TENSORS} {name}", expected="a digest of 64 bits, sizes from 0", got=(digest, shape))
+    return TensorState(dtype, tuple(shape), value)
 
 
 def _message(fields: Mapping[str, Any]) -> str:

@@ -91,7 +91,11 @@ class Coordinator:
         """One look at everything there is to do; returns within about a second unless a version is taken."""
         self._serve_waiters()
         self._audit()
-        newest = self._look()
+        try:
+            newest = self._look()
+        except _NO_WAY as error:
+            self._cannot_read_newest(error)
+            return
         if newest is None:
             return
         if self._live.must_audit:
@@ -124,6 +128,15 @@ class Coordinator:
             self._newest = newest
             self.status.saw(newest.version)
         return newest
+
+    def _cannot_read_newest(self, error: DeltaSyncError) -> None:
+        """The newest version's manifest, or what HEAD says of it, is damaged: a refusal, so that it is healed."""
+        top, live = self._ledger.highest_listed(), self._live.position
+        if top is None or (live is not None and top.manifest == live.manifest):
+            raise error
+        self.status.saw(top.version)
+        self._report.unreadable(top, error)
+        self._hold.start()
 
     def _signal(self, newest: Manifest) -> Hashable:
         """What a publisher's remedy would change: a newer version or another anchor."""

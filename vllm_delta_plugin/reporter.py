@@ -9,7 +9,7 @@ from delta_sync.ack import Ack, State
 from delta_sync.errors import DeltaSyncError, StoreError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest
-from delta_sync.plan import Plan
+from delta_sync.plan import Plan, Position
 from vllm_delta_plugin.engine_stage import Staged
 from vllm_delta_plugin.log import logger
 from vllm_delta_plugin.ranks import RankError
@@ -59,6 +59,10 @@ class Reporter:
     def no_way(self, newest: Manifest, error: DeltaSyncError) -> None:
         """No plan leads to the newest version."""
         self._refuse(Refusal(newest.version, newest.sha256, None, type(error).__name__, str(error)))
+
+    def unreadable(self, newest: Position, error: DeltaSyncError) -> None:
+        """The newest version's manifest can't be read or is not the one it should be."""
+        self._refuse(Refusal(newest.version, newest.manifest, None, type(error).__name__, str(error)))
 
     def poisoned(self, error: DeltaSyncError, state_digest: str | None) -> None:
         """Live memory is not what was proven."""

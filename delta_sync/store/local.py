@@ -29,6 +29,7 @@ _REMEDIES = {
     errno.EISDIR: "use keys of which none is a folder of another",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
 }
+_READ_AT_ONCE = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO's open would wait for somebody who writes
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
@@ -113,8 +114,13 @@ class LocalStore(Store):
 
     def _open(self, key: str) -> BinaryIO:
         path = self._path(key)
-        with _explained(f"read object {key} in {self.uri}"):
-            return path.open("rb")
+        what = f"object {key} in {self.uri}"
+        with _explained(f"read {what}"):
+            handle = os.open(path, _READ_AT_ONCE)
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise NotFoundError(what, expected="a file", got="something else")
+        return os.fdopen(handle, "rb")
 
     def _write(self, key: str, fill: Callable[[BinaryIO], object], finish: Callable[[Path, Path], object]) -> None:
         path = self._path(key)

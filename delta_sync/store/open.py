@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from urllib.parse import unquote, urlsplit, urlunsplit
+import re
+from urllib.parse import unquote
 
 from delta_sync.errors import StoreError
 from delta_sync.store.base import Store
@@ -10,31 +11,43 @@ from delta_sync.store.local import LocalStore
 from delta_sync.store.memory import MemoryStore
 
 _EXTRAS = {"hf": "hub", "s3": "s3", "gs": "s3", "az": "s3"}
+_WITH_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:/*)(.*)", re.DOTALL)
 
 
 def open_store(uri: str) -> Store:
     """The store behind a path, ``file:///path`` or ``memory://name``; StoreError if there is none of that kind."""
-    scheme, colon, rest = uri.partition("://")
-    if not colon and uri:
-        return LocalStore(uri)
-    if scheme == "file" and rest.startswith("/"):
-        return LocalStore(unquote(rest))
-    if scheme == "memory" and rest:
+    check_uri(uri)
+    scheme, _, rest = uri.partition("://")
+    if scheme == "memory":
         return MemoryStore(rest)
-    if scheme in _EXTRAS:
-        raise StoreError(
-            f"store {redact_uri(uri)}", expected="a path, file:// or memory://", got=f"{scheme}://",
-            remedy=f"it will come with delta-weight-sync[{_EXTRAS[scheme]}], which is not built yet: use a folder",
-        )  # fmt: skip
-    raise StoreError(
-        f"store {redact_uri(uri)!r}", expected="a path, file:///path or memory://name",
-        got=scheme or "nothing", remedy="check the URI's spelling",
-    )  # fmt: skip
+    return LocalStore(unquote(rest) if scheme == "file" else uri)
+
+
+def check_uri(uri: str) -> None:
+    """StoreError, at once and without touching anything, unless ``uri`` names a store that can be opened."""
+    scheme, colon, rest = uri.partition("://")
+    if not colon and _WITH_SCHEME.match(uri):
+        raise _refused(uri, "a scheme without //", "check the URI's spelling; a folder of that name is ./NAME")
+    if scheme in _EXTRAS and colon:
+        extra = f"it will come with delta-weight-sync[{_EXTRAS[scheme]}], which is not built yet: use a folder"
+        raise _refused(uri, f"{scheme}://", extra)
+    known = (scheme == "file" and rest.startswith("/")) or (scheme == "memory" and rest) if colon else uri.strip()
+    if not known:
+        raise _refused(uri, scheme or "nothing", "check the URI's spelling")
+
+
+def _refused(uri: str, got: str, remedy: str) -> StoreError:
+    expected = "a path, file:///path or memory://name"
+    return StoreError(f"store {redact_uri(uri)!r}", expected=expected, got=got, remedy=remedy)
 
 
 def redact_uri(uri: str) -> str:
     """The URI without user, password, query and fragment, fit for logs and status pages."""
-    if "://" not in uri:
+    found = _WITH_SCHEME.fullmatch(uri)
+    if found is None:
         return uri
-    parts = urlsplit(uri)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+    scheme, rest = found.groups()
+    user, at, after = rest.rpartition("@")  # the last: a password that was not quoted may hold any sign
+    if at and (":" in user or "/" not in user):
+        rest = after
+    return scheme + re.split(r"[?#]", rest, maxsplit=1)[0]

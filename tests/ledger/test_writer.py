@@ -23,7 +23,7 @@ from delta_sync import (
 from delta_sync.ack import Ack
 from delta_sync.anchor_files import iter_anchor_tensors
 from delta_sync.ledger import Ledger
-from delta_sync.store.keys import HEAD, anchor_folder
+from delta_sync.store.keys import HEAD, anchor_folder, anchor_key
 from delta_sync.writer import Writer, default_writer
 
 
@@ -363,3 +363,73 @@ def test_opening_continues_the_epochs(store):
     assert Ledger(store).epochs() == [1, 2, 3]
     writer = Writer.open(Ledger(store), run=None)
     assert commit_origin(writer, first_bits()).epoch == 4
+
+
+def empty(store):
+    for info in list(store.list("")):
+        store.delete(info.key)
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_store_that_was_emptied_or_replaced_stops_the_writer(memory, another, tmp_path):
+    run = TinyRun(memory)
+    manifest = run.origin()
+    empty(memory)
+    if another:
+        Writer.open(Ledger(memory))  # the same epoch number, another run
+    with pytest.raises(ConflictError, match=f"got {'writer' if another else 'a store without'}"):
+        run.delta()
+    with pytest.raises(ConflictError):
+        run.anchor(tmp_path, manifest)
+
+
+def test_a_damaged_claim_of_ours_is_nobody_elses(memory):
+    run = TinyRun(memory)
+    run.origin()
+    memory.put(run.writer.claim.key, b"{")
+    assert run.delta().version == 2
+
+
+@pytest.mark.parametrize("old", [b'"state_digest":"', b'"tensors":{'])
+def test_attaching_again_heals_a_damaged_record(memory, old, tmp_path):
+    run = TinyRun(memory)
+    manifest = run.origin()
+    run.anchor(tmp_path, manifest)
+    key = anchor_key(manifest.version, manifest.epoch)
+    good = memory.get(key, max_bytes=1 << 20)
+    at = good.index(old) + len(old)
+    memory.put(key, good[:at] + (b"1" if good[at : at + 1] == b"0" else b"0") + good[at + 1 :])
+    run.anchor(tmp_path, manifest)
+    assert Ledger(memory).plan(None, None).start == "anchor"
+
+
+def test_an_anchor_that_does_not_fit_leaves_nothing(memory, tmp_path):
+    run = TinyRun(memory)
+    manifest = run.origin()
+    put = memory.put
+
+    def full(key, data):
+        if key.startswith("anchors/") and key.endswith("anchor.json"):
+            raise StoreError(key, expected="room", got="none")
+        put(key, data)
+
+    memory.put = full
+    with pytest.raises(StoreError, match="room"):
+        run.anchor(tmp_path, manifest)
+    assert not list(memory.list("anchors/"))
+
+
+@pytest.mark.parametrize("what", ["manifest", "head"])
+def test_republishing_restores_what_else_of_the_version_is_damaged(memory, what):
+    run = TinyRun(memory)
+    run.origin()
+    manifest = run.delta()
+    if what == "manifest":
+        memory.put(manifest.key, b"{}")
+    else:
+        good = memory.get(HEAD, max_bytes=1 << 16)
+        memory.put(HEAD, good.replace(manifest.sha256.encode(), b"0" * 64))
+    with pytest.raises((ChainError, FormatError, IntegrityError)):
+        Ledger(memory).head()
+    run.writer.republish(manifest, [memory.get(ref.key, max_bytes=1 << 20) for ref in manifest.objects])
+    assert Ledger(memory).head() == manifest

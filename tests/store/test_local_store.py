@@ -183,9 +183,13 @@ def test_what_shrinks_while_it_is_read_is_an_integrity_error(store, monkeypatch)
     store.put("a", b"12345")
     real = os.fstat
 
+    looks = []
+
     def shrink_after_looking(handle):
         found = real(handle)
-        os.truncate(store.root / "a", 2)
+        looks.append(handle)
+        if len(looks) == 2:  # the first look is at its kind
+            os.truncate(store.root / "a", 2)
         return found
 
     monkeypatch.setattr(os, "fstat", shrink_after_looking)
@@ -200,3 +204,12 @@ def test_objects_get_the_usual_permissions(store, tmp_path):
     finally:
         os.umask(umask)
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_no_object_and_never_waited_for(store, make):
+    make(store.root / "a")
+    for read in (lambda: store.get("a", max_bytes=9), lambda: store.read_range("a", 0, 1), lambda: store.info("a")):
+        with pytest.raises(NotFoundError):
+            read()

@@ -34,15 +34,32 @@ def test_stores_to_come_name_their_extra(uri):
         open_store(uri)
 
 
-@pytest.mark.parametrize("uri", ["", "ftp://x", "file://host/path", "memory://", "https://x"])
+@pytest.mark.parametrize(
+    "uri", ["", "ftp://x", "file://host/path", "memory://", "https://x", "s3:/bucket/run", "hf:me/run"]
+)
 def test_other_uris_are_refused(uri):
     with pytest.raises(StoreError):
         open_store(uri)
 
 
-def test_errors_and_logs_carry_no_secrets():
-    uri = "s3://user:secret@bucket/run?token=secret#secret"
-    assert redact_uri(uri) == "s3://bucket/run"
+SECRETS = {
+    "s3://user:secret@bucket/run?token=secret#secret": "s3://bucket/run",
+    "s3://secret@bucket/run": "s3://bucket/run",
+    "s3:/user:secret@bucket": "s3:/bucket",
+    "s3://user:sec/ret@bucket/run": "s3://bucket/run",
+    "s3://user:sec?ret#@secret@bucket/run": "s3://bucket/run",
+    "http://user:secret@gpu:8000": "http://gpu:8000",
+}
+
+
+@pytest.mark.parametrize("uri", SECRETS)
+def test_errors_and_logs_carry_no_secrets(uri):
+    assert redact_uri(uri) == SECRETS[uri]
     with pytest.raises(StoreError) as caught:
         open_store(uri)
-    assert "secret" not in str(caught.value)
+    assert "sec" not in str(caught.value) and "ret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("uri", ["/a/b@c:d", "runs/one:two@x", "hf://buckets/me/run@main", "C:/runs"])
+def test_what_holds_no_secret_is_shown_whole(uri):
+    assert redact_uri(uri) == uri

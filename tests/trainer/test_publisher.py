@@ -7,12 +7,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import bucket
 import pytest
 import tiny
 
+from delta_sync.ack import Ack
 from delta_sync.errors import ConflictError, StoreError, SyncTimeoutError
 from delta_sync.ledger import Ledger
 from delta_sync.store.base import Store
@@ -25,6 +27,7 @@ from trl_callback.healing import Refusal
 from trl_callback.metrics import Metrics
 from trl_callback.publisher import Publisher
 from trl_callback.serving_image import ServingImage
+from trl_callback.session import Session, Subject
 from trl_callback.snapshot import Snapshot
 
 
@@ -296,3 +299,64 @@ def settle(done: Callable[[], bool], timeout: float = 20) -> None:
 
 def test_the_store_contract_of_the_stand_in_is_the_real_one() -> None:
     assert isinstance(Faulty(uuid.uuid4().hex), Store)
+
+
+def test_a_store_call_that_does_not_return_stops_training_at_the_next_hook() -> None:
+    with running(publish_timeout=0.5) as run:
+        run.publisher.flush(20)
+        run.store.gate.clear()
+        run.train()
+        deadline = time.monotonic() + 10
+        with pytest.raises(StoreError, match="has not returned"):
+            while time.monotonic() < deadline:
+                run.train()
+                time.sleep(0.05)
+
+
+def test_opening_a_store_that_does_not_answer_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(Writer, "open", lambda *args, **kwargs: gate.wait(20))
+    config = DeltaSyncConfig.build(f"memory://{uuid.uuid4().hex}", publish_timeout=0.5)
+    with pytest.raises(StoreError, match="opening memory://"):
+        Session(Subject(tiny.llama(), None, "BF16", 0), config, None, Metrics())
+    gate.set()
+
+
+def test_an_acknowledgement_older_than_the_run_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trl_callback.publisher.LOOK", 0.05)
+    run = Run(anchor_every=0, refusal_grace=0.1)
+    dead = Ack("dead", None, None, None, "refused", 1, None, "ChainError", "long ago", time.time() - 1e6)
+    Ledger(run.store).acknowledge(dead)
+    run.publisher = Publisher(run.chain, run.snapshot, run.config, run.metrics)
+    run.publisher.start()
+    try:
+        run.train()
+        run.publisher.flush(20)
+        time.sleep(0.5)
+        assert Ledger(run.store).anchors() == []
+        Ledger(run.store).acknowledge(replace(dead, time=time.time(), refused_version=2))
+        deadline = time.monotonic() + 10
+        while not Ledger(run.store).anchors():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        run.publisher.stop()
+
+
+def test_a_periodic_anchor_that_never_fits_never_stops_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(anchor_every=2, publish_timeout=0.5) as run:
+        run.publisher.flush(20)
+        tried = []
+
+        def fails() -> int:
+            tried.append(run.chain.newest.version)
+            raise StoreError("an anchor", expected="room", got="none")
+
+        monkeypatch.setattr(run.chain, "attach_anchor", fails)
+        for _ in range(12):
+            run.train()
+            run.publisher.flush(20)
+            time.sleep(0.08)
+        assert run.chain.newest.version == 13
+        assert 2 <= len(tried) <= 7
+        assert all(after - before >= 2 for before, after in pairwise(tried))

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import requests
+import urllib3
 
 from delta_sync.errors import DeltaSyncError, FormatError, NotFoundError, StoreError
 from delta_sync.store.open import redact_uri
@@ -61,7 +62,7 @@ class Server:
         if api_key is not None:
             # As auth, not as a header: requests replaces an Authorization header by what ~/.netrc has for the host.
             self._session.auth = _Bearer(api_key)
-        self._session.headers["Accept-Encoding"] = "identity"  # the cap is on what is read
+        self._session.headers["Accept-Encoding"] = "identity"
         self._stuck: threading.Thread | None = None
 
     def get(self, path: str, *, timeout: float) -> Any:
@@ -86,7 +87,7 @@ class Server:
     def _send(self, method: str, path: str, *, timeout: float, **arguments: Any) -> _Answer:
         try:
             answer = self._answer(method, path, timeout, arguments)
-        except requests.RequestException as error:
+        except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
             raise self._unavailable(path, _reason(error, timeout)) from None  # its text holds the URL and a password
         except StillRunningError as error:  # requests bounds the time between two bytes only
             self._stuck = error.thread
@@ -129,7 +130,7 @@ class _Answer:
 
 def _read(answer: requests.Response, name: str) -> _Answer:
     body = bytearray()
-    for chunk in answer.iter_content(1 << 16):
+    for chunk in answer.raw.stream(1 << 16, decode_content=False):  # not unpacked: a small answer could be a huge one
         body += chunk
         if len(body) > _MAX_BODY:
             raise FormatError(name, expected=f"an answer of at most {_MAX_BODY} bytes", got="a longer one")
@@ -145,10 +146,10 @@ class _Bearer(requests.auth.AuthBase):
         return request
 
 
-def _reason(error: requests.RequestException, timeout: float) -> str:
+def _reason(error: Exception, timeout: float) -> str:
     if isinstance(error, requests.ConnectTimeout):
         return f"no connection within {min(CONNECT_TIMEOUT, timeout):g} s"
-    if isinstance(error, requests.Timeout):
+    if isinstance(error, requests.Timeout | urllib3.exceptions.TimeoutError):
         return f"none within {timeout:g} s"
     if isinstance(error, requests.exceptions.SSLError):
         return "a TLS failure"

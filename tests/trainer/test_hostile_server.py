@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import socket
 import threading
 import time
@@ -94,6 +95,13 @@ def test_an_endless_body_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_body_that_is_no_status_is_one_clear_error(body: bytes) -> None:
     with answering(with_body(body)) as url, pytest.raises(DeltaSyncError):
         StatusClient(Server(url), timeout=5).status()
+
+
+def test_an_answer_packed_unasked_is_not_unpacked() -> None:
+    body = gzip.compress(b" " * (1 << 20))
+    start = OK + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with answering(lambda connection: connection.sendall(start + body)) as url, pytest.raises(FormatError):
+        Server(url).get("/", timeout=5)
 
 
 @pytest.mark.parametrize("entry", ['{"digest": "zz"}', '{"digest": -1}', '{"digest": "10000000000000000"}'])

@@ -24,7 +24,7 @@ test-long: setup
 test-oldest:
 	@$(PYTHON) scripts/setup_env.py $(OLDEST) --backend cpu --vllm 0.27.0 --trl 1.11.0
 	$(OLDEST)/bin/python -m pytest -m "not long and not gpu" \
-		tests/worker/test_worker_updates.py tests/trainer/test_trainers.py tests/trainer/test_rollout_client.py
+		tests/worker/test_worker_updates.py tests/engine tests/trainer/test_trainers.py tests/trainer/test_rollout_client.py
 
 check: setup
 	$(PY) -m ruff check .

@@ -124,6 +124,7 @@ class Coordinator:
             newest = self._ledger.wait_newer(
                 self._live.position, time.monotonic() + seconds, self._stop, poll_seconds=self._config.poll
             )
+        self.status.update(looked_at=time.time())
         if newest is not None:
             self._newest = newest
             self.status.saw(newest.version)

@@ -8,6 +8,7 @@ from importlib import metadata
 from typing import Any
 
 from delta_sync.errors import FormatError
+from delta_sync.store.open import check_uri
 from vllm_delta_plugin.config import ADDITIONAL_CONFIG, ENVIRONMENT, ReplicaConfig, parse_json
 
 WORKER_EXTENSION = "vllm_delta_plugin.worker_extension.DeltaSyncWorkerExtension"
@@ -72,7 +73,9 @@ def _config_from(args: Namespace) -> ReplicaConfig | None:
         raise FormatError("--delta-sync-config", expected="a JSON object", got=type(values).__name__)
     if uri is not None and values.get("uri", uri) != uri:
         raise FormatError("--delta-sync-config 'uri'", expected="the same URI as --delta-sync", got="another")
-    return ReplicaConfig.from_mapping({**values, "uri": uri or values.get("uri")})
+    config = ReplicaConfig.from_mapping({**values, "uri": uri or values.get("uri")})
+    check_uri(config.uri)  # before an engine is started for it
+    return config
 
 
 def _set_worker_extension(args: Namespace) -> None:

@@ -79,6 +79,7 @@ class Status:
     counters: Counters = field(default_factory=Counters)
     audit: AuditStatus = field(default_factory=AuditStatus)
     newest_version: int | None = None
+    looked_at: float | None = None  # unix time of the last look at the store that got an answer
     staged: int | None = None
     refusal: Refusal | None = None
     poisoned: bool = False
@@ -150,6 +151,7 @@ class Status:
                 "state": self.state,
                 **asdict(self.served),
                 "newest_version": newest,
+                "looked_at": self.looked_at,
                 "lag": 0 if newest is None else max(0, newest - (0 if version is None else version)),
                 "staged": self.staged,
                 "refusal": asdict(self.refusal) if self.refusal else None,

@@ -558,3 +558,22 @@ def test_a_damaged_newest_manifest_or_head_is_a_refusal_and_healed(
     trainer.heal(manifest)
     replica.wait_version(2)
     assert replica.status["refusal"] is None
+
+
+def test_the_status_says_when_the_store_answered_last(
+    uri: str, trainer: Publisher, replica_of: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.origin()
+    replica = replica_of().start()
+    replica.wait_version(1)
+    answered = replica.status["looked_at"]
+    replica.wait("another look", lambda s: s["looked_at"] > answered)
+
+    def fails(key: str, *, max_bytes: int) -> bytes:
+        raise StoreError(key, expected="an answer", got="none")
+
+    monkeypatch.setattr(replica.ledger.store, "get", fails)
+    replica.wait("an error", lambda s: s["last_error"])
+    answered = replica.status["looked_at"]
+    time.sleep(0.6)
+    assert replica.status["looked_at"] == answered

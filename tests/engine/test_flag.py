@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from delta_sync.errors import FormatError
+from delta_sync.errors import FormatError, StoreError
 from vllm_delta_plugin import register
 from vllm_delta_plugin.config import ENVIRONMENT, ReplicaConfig, find_config
 from vllm_delta_plugin.flag import WORKER_EXTENSION
@@ -129,3 +129,9 @@ def test_the_config_never_shows_secrets() -> None:
     assert "secret" not in repr(config)
     assert "host/run" in repr(config)
     assert json.loads(config.to_json())["uri"] == config.uri
+
+
+@pytest.mark.parametrize("uri", ["s3://bucket/run", "hf:/me/run", "https://host/run"])
+def test_a_uri_that_names_no_store_is_refused_before_an_engine_starts(uri: str) -> None:
+    with pytest.raises(StoreError, match="expected a path"):
+        parse("--delta-sync", uri)

@@ -28,6 +28,7 @@ from vllm_delta_plugin.waiters import Waiters
 _TRANSIENT = ("StoreError", "SyncTimeoutError")  # kinds of a rank's error that say nothing about the version
 _NO_WAY = (ChainError, FormatError, IntegrityError)  # what a plan fails with until somebody repairs the run
 _TURN = 1.0  # seconds one look at the store may take before other duties get their turn
+_ANCHOR_COMES = 1.0  # seconds in which the anchor of a new epoch's origin may follow it
 _BUSY_TURN = 0.05  # the same while a scan runs or a client waits
 
 
@@ -43,6 +44,7 @@ class Coordinator:
         self._scans: list[Future[dict[str, Any]]] = []
         self._newest: Manifest | None = None
         self._tried_anchor = False
+        self._orphan = "", 0.0  # an origin that nothing leads to, and since when
         self._thread = threading.Thread(target=self.run, name="delta-sync", daemon=True)
 
     def start(self) -> None:
@@ -152,13 +154,22 @@ class Coordinator:
             self._tried_anchor = anchor
             if self._newest is None:
                 raise
-            self._report.no_way(self._newest, error)
+            if not self._anchor_may_come(self._newest, error):
+                self._report.no_way(self._newest, error)
             self._hold.start(self._signal(self._newest))
             return None
         self._tried_anchor = plan is not None and plan.start == "anchor"
         if plan is None:
             self._hold.clear()
         return plan
+
+    def _anchor_may_come(self, newest: Manifest, error: DeltaSyncError) -> bool:
+        """A new epoch's origin is visible before its anchor: for a moment that is nothing to complain of."""
+        if newest.kind != "origin" or not isinstance(error, ChainError):
+            return False
+        if self._orphan[0] != newest.sha256:
+            self._orphan = newest.sha256, time.monotonic()
+        return time.monotonic() - self._orphan[1] < _ANCHOR_COMES
 
     def _should_take_anchor(self, position: Position | None) -> bool:
         """After a refusal, an anchor past the live version is tried in turn with the chain."""

@@ -187,6 +187,18 @@ def test_without_a_way_the_newest_version_is_refused_until_an_anchor_comes(train
     replica.wait_ack("live")
 
 
+def test_an_origin_whose_anchor_follows_at_once_is_no_refusal(uri, trainer, replica_of, weights) -> None:
+    trainer.origin()
+    replica = replica_of().start()
+    replica.wait_version(1)
+    second = Publisher(uri, other(weights))
+    newest = second.origin()
+    time.sleep(0.3)
+    anchor(second, newest)
+    assert replica.wait_version(2)["refusals"] == 0
+    assert replica.executor.equal(other(weights))
+
+
 def test_a_damaged_object_is_refused_and_healed_by_putting_it_again(trainer, replica_of, weights) -> None:
     trainer.origin()
     replica = replica_of().start()

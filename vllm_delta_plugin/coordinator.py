@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
-from delta_sync.errors import ChainError, DeltaSyncError, FormatError, IntegrityError, MappingError
+from delta_sync.errors import ChainError, DeltaSyncError, FormatError, IntegrityError, MappingError, StoreError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest
 from delta_sync.plan import Plan, Position
@@ -29,6 +30,8 @@ _TRANSIENT = ("StoreError", "SyncTimeoutError")  # kinds of a rank's error that 
 _NO_WAY = (ChainError, FormatError, IntegrityError)  # what a plan fails with until somebody repairs the run
 _TURN = 1.0  # seconds one look at the store may take before other duties get their turn
 _ANCHOR_COMES = 1.0  # seconds in which the anchor of a new epoch's origin may follow it
+_TICK = 0.1  # seconds between two looks at the clients' deadlines
+_SLOW_STORE = 30.0  # seconds without an answer after which status says so
 _BUSY_TURN = 0.05  # the same while a scan runs or a client waits
 
 
@@ -45,11 +48,14 @@ class Coordinator:
         self._newest: Manifest | None = None
         self._tried_anchor = False
         self._orphan = "", 0.0  # an origin that nothing leads to, and since when
+        self._asking_since: float | None = None
         self._thread = threading.Thread(target=self.run, name="delta-sync", daemon=True)
+        self._clock = threading.Thread(target=self._watch, name="delta-sync-clock", daemon=True)
 
     def start(self) -> None:
         """Begin to follow the run."""
         self._thread.start()
+        self._clock.start()
 
     def stop(self, timeout: float = 5.0) -> None:
         """End the thread; a read from the store that takes longer than ``timeout`` seconds is left behind."""
@@ -89,12 +95,35 @@ class Coordinator:
                 self.status.note_error(error)
                 self._hold.start()
 
+    def _watch(self) -> None:
+        """Beside the coordinator's thread, which a store may hold up: deadlines of clients, and a word in status."""
+        while not self._stop.wait(_TICK):
+            self._waiters.expire(self.status.to_dict)
+            since = self._asking_since
+            if since is not None and time.monotonic() - since > _SLOW_STORE:
+                error = StoreError(
+                    "looking for a newer version",
+                    expected=f"the store's answer within {_SLOW_STORE:g} s",
+                    got="none yet",
+                    remedy="look at that file system or store; the old version is served meanwhile",
+                )
+                self.status.note_error(error)
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        self._asking_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._asking_since = None
+
     def turn(self) -> None:
         """One look at everything there is to do; returns within about a second unless a version is taken."""
         self._serve_waiters()
         self._audit()
         try:
-            newest = self._look()
+            with self._asking():
+                newest = self._look()
         except _NO_WAY as error:
             self._cannot_read_newest(error)
             return
@@ -103,7 +132,8 @@ class Coordinator:
         if self._live.must_audit:
             self._stop.wait(_BUSY_TURN)
             return
-        plan = self._plan()
+        with self._asking():
+            plan = self._plan()
         if plan is None:
             return
         if plan.start != "anchor" and not plan.deltas:

@@ -72,6 +72,9 @@ class Reporter:
 
     def _serving(self, target: Manifest, how: str, generation: int) -> None:
         served = self._status.served
+        if served.run not in (None, target.run):
+            logger.warning("delta sync: the store holds run %s now, no longer %s", target.run, served.run)
+        served.run = target.run
         served.version, served.epoch, served.manifest = target.version, target.epoch, target.sha256
         served.state_digest, served.commit_generation = target.state_digest, generation
         self._status.saw(target.version)

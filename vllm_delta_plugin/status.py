@@ -54,6 +54,7 @@ class Counters:
 class Served:
     """What the live weights are."""
 
+    run: str | None = None
     version: int | None = None
     epoch: int | None = None
     manifest: str | None = None

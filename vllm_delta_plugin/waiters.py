@@ -1,7 +1,8 @@
-"""Clients that wait for a version or for a fresh scan; resolved by the coordinator's thread."""
+"""Clients that wait for a version: the coordinator's thread resolves them, another one sees to their deadlines."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,6 +22,7 @@ class Waiters:
 
     def __init__(self) -> None:
         self._waiters: list[_Waiter] = []
+        self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
         return bool(self._waiters)
@@ -28,7 +30,8 @@ class Waiters:
     def add(self, version: int | None, timeout: float) -> Future[dict[str, Any]]:
         """A future that is done when ``version`` is served, or after ``timeout`` seconds."""
         waiter = _Waiter(version, time.monotonic() + timeout, Future())
-        self._waiters.append(waiter)
+        with self._lock:
+            self._waiters.append(waiter)
         return waiter.future
 
     def needs_newest(self) -> bool:
@@ -43,9 +46,17 @@ class Waiters:
 
     def resolve(self, served: int | None, status: Callable[[], dict[str, Any]]) -> None:
         """Finish every waiter whose version is served or whose time is over."""
+        self._finish(lambda waiter: waiter.version is not None and (served or 0) >= waiter.version, status)
+
+    def expire(self, status: Callable[[], dict[str, Any]]) -> None:
+        """Finish every waiter whose time is over, however long the coordinator's thread is held up."""
+        self._finish(lambda waiter: False, status)
+
+    def _finish(self, has_reached: Callable[[_Waiter], bool], status: Callable[[], dict[str, Any]]) -> None:
         now = time.monotonic()
-        for waiter in list(self._waiters):
-            reached = waiter.version is not None and (served or 0) >= waiter.version
-            if reached or now >= waiter.deadline:
-                self._waiters.remove(waiter)
-                waiter.future.set_result({**status(), "reached": reached, "wanted_version": waiter.version})
+        with self._lock:
+            for waiter in list(self._waiters):
+                reached = has_reached(waiter)
+                if reached or now >= waiter.deadline:
+                    self._waiters.remove(waiter)
+                    waiter.future.set_result({**status(), "reached": reached, "wanted_version": waiter.version})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -582,3 +584,45 @@ def test_the_status_says_when_the_store_answered_last(
     answered = replica.status["looked_at"]
     time.sleep(0.6)
     assert replica.status["looked_at"] == answered
+
+
+def test_a_store_that_does_not_answer_holds_up_no_client(
+    trainer: Publisher, replica_of: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_delta_plugin.coordinator._SLOW_STORE", 0.3)
+    trainer.origin()
+    replica = replica_of().start()
+    replica.wait_version(1)
+    gate = threading.Event()
+    get = replica.ledger.store.get
+
+    def hangs(key: str, *, max_bytes: int) -> bytes:
+        gate.wait(30)
+        return get(key, max_bytes=max_bytes)
+
+    monkeypatch.setattr(replica.ledger.store, "get", hangs)
+    time.sleep(0.1)
+    answer = replica.coordinator.wait_for(2, 0.5).result(timeout=3)
+    assert (answer["reached"], answer["version"]) == (False, 1)
+    replica.wait("a word in status", lambda s: s["last_error"] and "none yet" in s["last_error"]["error"])
+    trainer.step(1)
+    gate.set()
+    replica.wait_version(2)
+
+
+def test_a_store_that_holds_another_run_is_followed_with_a_word(
+    uri: str, trainer: Publisher, replica_of: Callable[..., Replica], weights: Weights, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer.origin()
+    replica = replica_of().start()
+    first = replica.wait_version(1)["run"]
+    assert first == trainer.writer.run
+    logging.getLogger("vllm.delta_sync").addHandler(caplog.handler)  # vLLM's loggers do not propagate
+    shutil.rmtree(uri)
+    second = Publisher(uri, other(weights))
+    anchor(second, second.origin())
+    status = replica.wait("the other run", lambda s: s["run"] != first)
+    assert status["run"] == second.writer.run
+    assert replica.executor.equal(other(weights))
+    logging.getLogger("vllm.delta_sync").removeHandler(caplog.handler)
+    assert "holds run" in caplog.text

@@ -45,9 +45,9 @@ class Reporter:
 
     def rolled_back(self, error: RankError, generation: int) -> None:
         """A rank failed to commit and every rank is back on the old version."""
-        self._status.counters.rollbacks += 1
         self._status.served.commit_generation = generation
         self._status.note_error(error, kind=f"RolledBack/{error.kind}")
+        self._status.counters.rollbacks += 1  # last: who sees the count sees why
 
     def refused(self, plan: Plan, error: DeltaSyncError) -> None:
         """Staging or its proof failed; the version that the failing object belongs to is named."""

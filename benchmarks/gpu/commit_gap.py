@@ -3,8 +3,9 @@
 Usage: python benchmarks/gpu/commit_gap.py [--shape qwen3-0.6b] [--versions 20] [--streams 8]
 
 The weights are random in the true shapes, the server is a stock one with CUDA graphs, and the numbers are a client's:
-the longest time between two tokens of any stream around a commit, beside the mean while nothing is published. At the end the live
-bits are read out of the server and digested, and must be the trainer's; greedy answers must be a fresh engine's.
+the longest time between two tokens of any stream around a commit, beside the mean while nothing is published. At the
+end the live bits are read out of the server and digested, and must be the trainer's; greedy answers must be a fresh
+engine's.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GiB = 1024**3
 
@@ -24,3 +24,9 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
+
+
+def for_model(tensors: int) -> Limits:
+    """Limits for a reader that knows how many tensors its model has: a hostile manifest costs it no more to parse."""
+    most = 2**20 + 4096 * tensors  # a tensor's entry has at most about 1,400 bytes
+    return replace(DEFAULT_LIMITS, manifest_bytes=min(most, DEFAULT_LIMITS.manifest_bytes))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import threading
 from collections import OrderedDict
 
-from delta_sync.errors import IntegrityError, NotFoundError
+from delta_sync.errors import FormatError, IntegrityError, NotFoundError
 from delta_sync.limits import Limits
 from delta_sync.manifest import Manifest
 from delta_sync.store.base import Store
 from delta_sync.store.keys import ManifestName, manifest_key, manifest_prefix, parse_manifest_key
 
 CACHED_MANIFESTS = 256
+CACHED_REFUSALS = 64
 
 
 class ManifestReader:
@@ -21,6 +23,7 @@ class ManifestReader:
     def __init__(self, store: Store, limits: Limits) -> None:
         self.store, self.limits = store, limits
         self._cache: OrderedDict[str, Manifest] = OrderedDict()
+        self._refused: OrderedDict[str, FormatError] = OrderedDict()  # damaged bytes are not parsed at every look
         self._lock = threading.Lock()
 
     def names(self, prefix: str) -> list[ManifestName]:
@@ -47,9 +50,10 @@ class ManifestReader:
             data = self.store.get(key, max_bytes=self.limits.manifest_bytes)
         except NotFoundError:
             return None
+        found = hashlib.sha256(data).hexdigest()
         if sha256 is not None:
-            expect(f"sha256 of {key}", sha256, hashlib.sha256(data).hexdigest())
-        manifest = Manifest.from_bytes(data, limits=self.limits)
+            expect(f"sha256 of {key}", sha256, found)
+        manifest = self._parse(data, found)
         expect("key of a manifest", manifest.key, key)
         self._keep(manifest)
         return manifest
@@ -64,6 +68,19 @@ class ManifestReader:
     def hash(self, name: ManifestName) -> str:
         """sha256 hex of a listed manifest's bytes, whatever they are."""
         return hashlib.sha256(self.store.get(name.key, max_bytes=self.limits.manifest_bytes)).hexdigest()
+
+    def _parse(self, data: bytes, sha256: str) -> Manifest:
+        with self._lock:
+            if error := self._refused.get(sha256):
+                raise copy.copy(error)
+        try:
+            return Manifest.from_bytes(data, limits=self.limits)
+        except FormatError as error:
+            with self._lock:
+                self._refused[sha256] = copy.copy(error)
+                if len(self._refused) > CACHED_REFUSALS:
+                    self._refused.popitem(last=False)
+            raise
 
     def _cached(self, sha256: str) -> Manifest | None:
         with self._lock:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from delta_sync.dtypes import DTYPES
 from delta_sync.errors import DeltaSyncError
-from delta_sync.store.open import check_uri, redact_uri
+from delta_sync.store.open import check_uri, redact_uri, shown_uri
 from trl_callback.http import is_http
 
 SERVING_DTYPES = tuple(name for name, dtype in DTYPES.items() if dtype.order == "float" and dtype.itemsize >= 2)
@@ -68,13 +68,15 @@ class DeltaSyncConfig:
         known = {f.name for f in fields(cls)} - {"uri"}
         unknown = sorted(set(settings) - known)
         if unknown:
-            raise DeltaSyncError(f"delta-sync setting {unknown[0]!r}", expected=f"one of {sorted(known)}")
+            raise DeltaSyncError(
+                f"delta-sync setting {unknown[0]!r}", expected=f"one of {sorted(known)}", got="an unknown name"
+            )
         return cls(uri, **settings)
 
     @property
     def shown_uri(self) -> str:
-        """The URI, fit to be shown: no user, password or query."""
-        return redact_uri(self.uri)
+        """The URI, fit to be shown: absolute, without user, password or query."""
+        return shown_uri(self.uri)
 
     @property
     def server_key(self) -> str | None:

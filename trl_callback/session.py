@@ -54,10 +54,16 @@ class Session:
         snapshot = Snapshot(self._image)
         if status is not None:
             check_same_tensors(snapshot.states, served, status.url)
+            warn_about_uri(config.shown_uri, live, status.url)
         warn_about_precision(subject.compute_dtype, snapshot.main_dtype)
 
         sidecars = sidecar_files(subject.model, subject.processing_class, snapshot.main_dtype)
         ledger, chain = self._open(snapshot, sidecars, subject.step)
+        if chain.previous is not None:
+            logger.warning(
+                "delta-sync: %s already has version %d (epoch %d): this trainer goes on after it as epoch %d",
+                config.shown_uri, chain.previous.version, chain.previous.epoch, chain.epoch,
+            )  # fmt: skip
         self._first_step = subject.step
         self._publisher = Publisher(chain, snapshot, config, metrics)
         self._wait = None if status is None else ServedWait(status, ledger, self._publisher, config)
@@ -146,6 +152,15 @@ def check_same_tensors(ours: Mapping[str, TensorState], served: Mapping[str, Ten
 
 def _layout(state: TensorState | None) -> str:
     return "no such tensor" if state is None else f"{state.dtype} {list(state.shape)}"
+
+
+def warn_about_uri(ours: str, live: ServerStatus | None, url: str) -> None:
+    """Warn where the server names another run than ours; it may be the same place by another path or a mirror."""
+    if live is not None and live.uri not in (None, ours):
+        logger.warning(
+            "delta-sync: this trainer publishes to %s but %s follows %s. Remedy: if these are not the same place, "
+            "give both the same URI", ours, url, live.uri,
+        )  # fmt: skip
 
 
 def warn_about_precision(computed: str, served: str) -> None:

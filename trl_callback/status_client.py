@@ -31,6 +31,7 @@ class ServerStatus:
     refusal: Refusal | None
     last_error: str | None
     newest_version: int | None
+    uri: str | None = None
 
 
 class StatusClient:
@@ -83,6 +84,7 @@ def parse_status(body: object) -> ServerStatus:
         refusal=_refusal(fields),
         last_error=None if error is None else _message(error),
         newest_version=_field(fields, "newest_version", int),
+        uri=_field(fields, "uri", str),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from delta_sync.errors import MappingError, NotFoundError
 from delta_sync.ledger import Ledger
+from delta_sync.limits import for_model
 from delta_sync.store.open import open_store
 from vllm_delta_plugin.cache_salt import CacheSalt, Salted
 from vllm_delta_plugin.config import ReplicaConfig
@@ -52,12 +53,13 @@ class DeltaSync:
         self.main = MainThread(self._stop, wake)
         self.salt = CacheSalt()
         self._ranks = Ranks(collective_rpc)
-        ledger = Ledger(open_store(config.uri))
+        store = open_store(config.uri)
         live = Live(config, self._ranks, self.main, self.salt, pause(self.main, self._stop))
         self._status = Status(_facts(config, engine, live))
         if live.state_digest is None:
             raise MappingError("replicated weights", expected="equal on all ranks after loading", got="different bits")
         self._status.served.state_digest = live.state_digest
+        ledger = Ledger(store, for_model(live.tensor_count))
         self._coordinator = Coordinator(config, ledger, live, self._status, self._stop)
 
     def start(self) -> None:

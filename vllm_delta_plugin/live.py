@@ -51,6 +51,11 @@ class Live:
         self.forget(sums)
 
     @property
+    def tensor_count(self) -> int:
+        """How many tensors the served model's checkpoint has."""
+        return len(self._layout.tensors)
+
+    @property
     def generation(self) -> int:
         """Commits and rollbacks so far."""
         return self._salt.generation

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
-from delta_sync.store.open import redact_uri
+from delta_sync.store.open import shown_uri
 from vllm_delta_plugin.log import logger
 from vllm_delta_plugin.redact import redact_text
 
@@ -148,7 +148,7 @@ class Status:
             version, newest = self.served.version, self.newest_version
             return {
                 "plugin": plugin_version(),
-                **{**asdict(self.facts), "uri": redact_uri(self.facts.uri)},
+                **{**asdict(self.facts), "uri": shown_uri(self.facts.uri)},
                 "state": self.state,
                 **asdict(self.served),
                 "newest_version": newest,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from urllib.parse import unquote
 
 from delta_sync.errors import StoreError
@@ -39,6 +40,14 @@ def check_uri(uri: str) -> None:
 def _refused(uri: str, got: str, remedy: str) -> StoreError:
     expected = "a path, file:///path or memory://name"
     return StoreError(f"store {redact_uri(uri)!r}", expected=expected, got=got, remedy=remedy)
+
+
+def shown_uri(uri: str) -> str:
+    """What logs and status pages show: a path as an absolute file:// URI, anything else redacted."""
+    scheme, colon, rest = uri.partition("://")
+    if colon and scheme != "file":
+        return redact_uri(uri)
+    return f"file://{Path(unquote(rest) if colon else uri).absolute()}"
 
 
 def redact_uri(uri: str) -> str:

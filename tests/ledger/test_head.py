@@ -12,6 +12,8 @@ from tiny_run import TinyRun, changed, commit_delta, commit_origin, first_bits
 
 from delta_sync import ChainError, ConflictError, FormatError, IntegrityError
 from delta_sync.ledger import Ledger
+from delta_sync.limits import for_model
+from delta_sync.manifest import Manifest
 from delta_sync.plan import Position
 from delta_sync.records import Epoch, Head
 from delta_sync.store.keys import HEAD, epoch_key
@@ -358,6 +360,41 @@ def test_a_corrupt_newest_manifest_is_reported_and_changes_nothing(run):
                 reader.plan(position(first), None)
     run.store.put(newest.key, good)
     assert ledger.plan(position(first), None).deltas == (newest,)
+
+
+def test_a_damaged_manifest_is_parsed_once_however_often_it_is_looked_at(run, monkeypatch):
+    run.origin()
+    newest = run.delta()
+    run.store.put(newest.key, newest.to_bytes()[:-10])
+    parsed = []
+    original = Manifest.from_bytes
+
+    def counting(data, **limits):
+        parsed.append(len(data))
+        return original(data, **limits)
+
+    monkeypatch.setattr(Manifest, "from_bytes", counting)
+    reader = Ledger(run.store)
+    said = set()
+    for _ in range(5):
+        with pytest.raises(FormatError) as caught:
+            reader.head()
+        said.add(str(caught.value))
+    assert len(parsed) == 1 and len(said) == 1
+    run.store.put(newest.key, newest.to_bytes())
+    assert reader.head() == newest
+
+
+def test_a_reader_that_knows_its_model_reads_no_larger_manifest(run):
+    first = run.origin()
+    limits = for_model(len(first.tensors))
+    assert Ledger(run.store, limits).head() == first
+    large = replace(first, extra={"x": "y" * limits.manifest_bytes})
+    run.store.put(first.key, large.to_bytes())
+    run.store.delete(HEAD)
+    assert Ledger(run.store).head() == large
+    with pytest.raises(IntegrityError, match=f"{limits.manifest_bytes}"):
+        Ledger(run.store, limits).head()
 
 
 def test_a_corrupt_manifest_on_the_way_is_an_integrity_error_until_an_anchor_passes_it(run, tmp_path):

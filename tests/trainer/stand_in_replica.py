@@ -25,7 +25,7 @@ from delta_sync.errors import ChainError, DeltaSyncError, IntegrityError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest, TensorState
 from delta_sync.plan import Plan, Position
-from delta_sync.store.open import open_store
+from delta_sync.store.open import open_store, shown_uri
 from trl_callback.serving_image import ServingImage
 
 POLL = 0.02
@@ -36,6 +36,7 @@ class StandInReplica:
 
     def __init__(self, uri: str, model: Any, *, vocab: int = 96, acknowledges: bool = False):
         self.ledger = Ledger(open_store(uri))
+        self.shown_uri = shown_uri(uri)
         self.refusal: dict[str, Any] | None = None
         self.last_error: dict[str, Any] | None = None
         self.refusals = self.anchors_taken = 0
@@ -179,6 +180,7 @@ class StandInReplica:
                 "refusals": self.refusals,
                 "last_error": self.last_error,
                 "newest_version": None,
+                "uri": self.shown_uri,
             }
 
     def tensors(self, _: Any = None) -> tuple[int, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import uuid
@@ -360,3 +361,17 @@ def test_a_periodic_anchor_that_never_fits_never_stops_training(monkeypatch: pyt
         assert run.chain.newest.version == 13
         assert 2 <= len(tried) <= 7
         assert all(after - before >= 2 for before, after in pairwise(tried))
+
+
+def test_who_continues_a_used_uri_is_told(caplog) -> None:
+    uri = f"memory://{uuid.uuid4().hex}"
+
+    def train_once() -> str:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            session = Session(Subject(tiny.llama(), None, "BF16", 0), DeltaSyncConfig(uri), None, Metrics())
+            session.close()
+        return caplog.text
+
+    assert "already has" not in train_once()
+    assert "already has version 1 (epoch 1): this trainer goes on after it as epoch 2" in train_once()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from contextlib import nullcontext
 from typing import Any
 
 import bucket
@@ -81,19 +82,26 @@ def test_reporters_see_the_numbers_too(tmp_path, uri: str) -> None:
     assert sum("delta_sync/changed_fraction" in logs for logs in seen) == 3
 
 
-def test_an_sft_trainer_publishes_every_step(tmp_path, uri: str) -> None:
+SUPERVISED = {
+    "SFT": {"text": ["w5 w6 w7 w8", "w9 w10 w11"] * 4},
+    "DPO": {"prompt": ["w5 w6"] * 8, "chosen": ["w7 w8"] * 8, "rejected": ["w9 w10"] * 8},
+}
+
+
+@pytest.mark.parametrize("method", SUPERVISED)
+def test_other_trainers_publish_every_step(tmp_path, uri: str, method: str) -> None:
+    import trl
     from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
 
     sync, every = checked(uri)
-    arguments = SFTConfig(
+    arguments = getattr(trl, f"{method}Config")(
         output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-3, report_to=[],
         use_cpu=True, bf16=True, save_strategy="no", logging_steps=1, disable_tqdm=True, gradient_checkpointing=False,
         dataloader_pin_memory=False,
     )  # fmt: skip
-    trainer = SFTTrainer(
+    trainer = getattr(trl, f"{method}Trainer")(
         model=tiny.llama(), args=arguments, processing_class=tiny.tokenizer(), callbacks=[sync, every],
-        train_dataset=Dataset.from_dict({"text": ["w5 w6 w7 w8", "w9 w10 w11"] * 4}),
+        train_dataset=Dataset.from_dict(SUPERVISED[method]), **({"ref_model": tiny.llama()} if method == "DPO" else {}),
     )  # fmt: skip
     trainer.train()
     sync.close()
@@ -277,6 +285,22 @@ def test_other_precision_than_the_servers_is_warned_of(tmp_path, uri: str, caplo
         ).train()
     sync.close()
     assert ("computes in F32 but the server serves BF16" in caplog.text) is warned
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_server_that_follows_another_uri_is_warned_of_before_anybody_waits(
+    tmp_path, uri: str, caplog, monkeypatch, elsewhere: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sync = DeltaSyncCallback("run", sync_timeout=3)  # a relative path is shown as an absolute one by both sides
+    follows = StandInReplica(uri if elsewhere else str(tmp_path / "run"), tiny.llama())
+    with caplog.at_level(logging.WARNING), follows.running() as replica:
+        trainer = grpo.grpo_trainer(
+            tmp_path, model=tiny.llama(), url=replica.url, use_vllm=True, callbacks=[sync], max_steps=1
+        )
+        with pytest.raises(SyncTimeoutError) if elsewhere else nullcontext():
+            trainer.train()
+    assert (f"publishes to file://{tmp_path}/run but {replica.url} follows" in caplog.text) is elsewhere
 
 
 def test_evaluation_before_training_waits_for_weights_too(tmp_path, uri: str) -> None:

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from helpers.machine import SERVE_ARGS
 
 QUIET_CPU = {
@@ -119,6 +121,14 @@ class VllmServer:
         if self._process is not None:
             self._signal(signal.SIGKILL)
             self._process.wait(30)
+
+    def kill_engine(self, timeout: float = 60.0) -> None:
+        """SIGKILL to the EngineCore process alone, and wait until the API server has ended for want of it."""
+        [engine] = [p for p in psutil.Process(self.pid).children(recursive=True) if "EngineCore" in p.name()]
+        engine.kill()
+        assert self._process is not None
+        self._process.wait(timeout)
+        self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

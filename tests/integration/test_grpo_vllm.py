@@ -143,14 +143,15 @@ def test_a_killed_trainer_is_followed_by_one_that_continues(place: Path, server:
     assert min(exact.versions) > newest.version and exact.checked >= 3
 
 
-def test_a_killed_server_comes_back_to_the_trainers_bits(place: Path, server: VllmServer) -> None:
+@pytest.mark.parametrize("kill", [VllmServer.kill, VllmServer.kill_engine])
+def test_a_killed_server_comes_back_to_the_trainers_bits(place: Path, server: VllmServer, kill: Any) -> None:
     """It is killed while training goes on, and started again a little later: the trainer waits, then goes on."""
     moment = random.Random(5)
     restarted = threading.Event()
 
     def kill_and_restart() -> None:
         time.sleep(moment.uniform(0.0, 1.0))
-        server.kill()
+        kill(server)
         time.sleep(1)
         server.start()
         restarted.set()

@@ -99,9 +99,10 @@ class Demo:
         status, rows = watcher.status, self._rows()
         reward = f"reward {rows[-1]['reward']:.3f}" if rows and "reward" in rows[-1] else ""
         step = rows[-1]["step"] if rows else 0
+        version, changed = status.get("version"), status.get("changed_elements_last", 0)
         self.display.show(
             trainer=f"step {step} of {self.args.steps}  {reward}",
-            weights=f"version {status.get('version')}, {status.get('changed_elements_last', 0):,} elements changed",
+            weights="as loaded" if version is None else f"version {version}, {changed:,} elements changed",
             stream=f"{stream.tokens} tokens in {len(stream.streams)} streams, {len(stream.interruptions)} interrupted",
         )
 

@@ -32,7 +32,9 @@ class Display:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self._console.print(f"[dim]{time.monotonic() - self._started:6.1f} s[/dim]  {text}", highlight=False)
+        self._console.print(
+            f"[dim]{time.monotonic() - self._started:6.1f} s[/dim]  {text}", highlight=False, soft_wrap=True
+        )
 
     def show(self, **rows: Any) -> None:
         """Set rows by name; None removes one."""

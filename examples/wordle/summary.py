@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from examples.wordle import measure
@@ -32,7 +33,7 @@ def facts_of_run(
     commits = [commit for commit in watcher.commits if commit.version in published]
     per_stream = measure.commits_per_stream(commits, stream.streams)
     return {
-        "settings": {name: str(value) for name, value in vars(args).items()},
+        "settings": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
         "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()},
         "versions": measure.versions_table(deltas, rows, commits, stream.streams),
         "commits": [asdict(commit) for commit in commits],

@@ -74,25 +74,31 @@ class Manifest:
 
     @cached_property
     def _encoded(self) -> bytes:
-        known = asdict(self) | {"format_version": FORMAT_VERSION, "tensors": tensors_to_json(self.tensors)}
-        extra = cast(dict[str, object], known.pop("extra"))
-        if overlap := sorted(known.keys() & extra.keys()):
-            raise FormatError("manifest: extra keys", expected="keys that the format does not define", got=overlap)
-        data = dumps(extra | known)
+        data = self._canonical()
         _read_manifest(data, DEFAULT_LIMITS)
         return data
+
+    def _canonical(self) -> bytes:
+        known = {name: getattr(self, name) for name in Manifest.__dataclass_fields__}
+        known |= {"format_version": FORMAT_VERSION, "tensors": tensors_to_json(self.tensors)}
+        known["objects"] = [asdict(ref) for ref in self.objects]
+        extra = known.pop("extra")
+        if overlap := sorted(known.keys() & extra.keys()):
+            raise FormatError("manifest: extra keys", expected="keys that the format does not define", got=overlap)
+        return dumps(extra | known)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, limits: Limits = DEFAULT_LIMITS) -> Manifest:
         """Parse and validate; FormatError names the field, what was expected and what was got."""
         manifest = _read_manifest(data, limits)
-        if manifest.to_bytes() != data:
+        if manifest._canonical() != data:
             raise FormatError(
                 "manifest bytes",
                 expected="canonical JSON: sorted keys, no spaces, shortest numbers",
                 got="another spelling of the same values",
                 remedy="write manifests with Manifest.to_bytes",
             )
+        manifest.__dict__["_encoded"] = data  # what to_bytes would find again
         return manifest
 
     @property

@@ -1,16 +1,12 @@
-"""How a replica gets from what it has to the newest version, in a form that travels between processes."""
+"""How a replica gets from what it has to the newest version; plain values, so that pickle carries it to workers."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
-from delta_sync.errors import FormatError
-from delta_sync.limits import DEFAULT_LIMITS, Limits
-from delta_sync.manifest import AnchorRecord, Manifest, TensorState, tensors_from_json, tensors_to_json
-from delta_sync.strict_json import Fields, dumps
+from delta_sync.manifest import AnchorRecord, Manifest, TensorState
 
 Start = Literal["position", "live", "anchor"]
 
@@ -42,44 +38,3 @@ class Plan:
     def position(self) -> Position:
         """Where the replica will be."""
         return Position(self.target.version, self.target.sha256)
-
-
-def plan_to_dict(plan: Plan) -> dict[str, object]:
-    """The plan as plain JSON values."""
-    return {
-        "target": _to_json(plan.target),
-        "start": plan.start,
-        "anchor": None if plan.anchor is None else _to_json(plan.anchor),
-        "deltas": [_to_json(manifest) for manifest in plan.deltas],
-        "tensors": tensors_to_json(plan.tensors),
-    }
-
-
-def plan_from_dict(value: object, *, limits: Limits = DEFAULT_LIMITS) -> Plan:
-    """The inverse of plan_to_dict; FormatError."""
-    fields = Fields(value, "plan")
-    start = cast(Start, fields.choice("start", ("position", "live", "anchor")))
-    anchor = fields.get("anchor")
-    if (anchor is None) != (start != "anchor"):
-        fields.fail("anchor", "an anchor record exactly if start is 'anchor'", "none" if anchor is None else start)
-    return Plan(
-        target=_manifest(fields.get("target"), limits),
-        start=start,
-        anchor=None if anchor is None else AnchorRecord.from_bytes(_bytes(anchor, "anchor"), limits=limits),
-        deltas=tuple(_manifest(item, limits) for item in fields.array("deltas", limits.chain)),
-        tensors=tensors_from_json(fields.get("tensors"), "plan", limits=limits),
-    )
-
-
-def _to_json(document: Manifest | AnchorRecord) -> object:
-    return json.loads(document.to_bytes())
-
-
-def _manifest(value: object, limits: Limits) -> Manifest:
-    return Manifest.from_bytes(_bytes(value, "manifest"), limits=limits)
-
-
-def _bytes(value: object, what: str) -> bytes:
-    if not isinstance(value, dict):
-        raise FormatError(f"plan: {what}", expected="a JSON object", got=type(value).__name__)
-    return dumps(value)

@@ -31,9 +31,6 @@ class Device(Protocol):
     def prepare(self, updates: Sequence[Update]) -> Swap:
         """Bring staged bits next to the live ones; called from the background thread."""
 
-    def warm(self) -> None:
-        """Compile what a commit runs, so that no commit waits for a compiler."""
-
     def staging_limit(self) -> int:
         """Bytes that staging may use now."""
 
@@ -79,15 +76,6 @@ class Host:
         """See Device."""
         return HostSwap(updates)
 
-    def warm(self) -> None:
-        """See Device."""
-        import numpy as np
-
-        index = np.zeros(1, np.int64)
-        for width in (1, 2, 4):
-            bits = np.zeros(1, f"<u{width}")
-            _exchange(bits, index, bits.copy())
-
     def staging_limit(self) -> int:
         """See Device."""
         return available_memory() // _HOST_SHARE
@@ -116,12 +104,6 @@ class Cuda:
 
         with self.reading():
             return GpuSwap(updates, self._device, self.committed)
-
-    def warm(self) -> None:
-        """See Device."""
-        from vllm_delta_plugin.gpu_swap import warm
-
-        warm(self._device)
 
     def staging_limit(self) -> int:
         """See Device."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from delta_sync.errors import IntegrityError, SyncTimeoutError
-from delta_sync.plan import Plan, plan_to_dict
+from delta_sync.plan import Plan
 from vllm_delta_plugin.main_thread import MainThread
 from vllm_delta_plugin.proof import Layout, Proven, check_names
 from vllm_delta_plugin.ranks import Ranks, first_failure
@@ -40,7 +40,7 @@ def load_dense(
     """
     check_names(layout, plan.tensors)
     deadline = time.monotonic() + timeout
-    main.run(lambda: ranks.tell("load_dense", plan_to_dict(plan)))
+    main.run(lambda: ranks.tell("load_dense", plan))
     while True:
         replies = main.run(lambda: ranks.ask("stage_poll"))
         states = [reply.get("state") for reply in replies]

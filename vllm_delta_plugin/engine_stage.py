@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from delta_sync.errors import SyncTimeoutError
-from delta_sync.plan import Plan, plan_to_dict
+from delta_sync.plan import Plan
 from vllm_delta_plugin.main_thread import MainThread
 from vllm_delta_plugin.proof import Layout, Proven, Sums, prove
 from vllm_delta_plugin.ranks import Ranks, Reply, failure
@@ -39,7 +39,7 @@ class Stager:
         """
         started = time.monotonic()
         try:
-            self._main.run(lambda: self._ranks.tell("stage_begin", plan_to_dict(plan)))
+            self._main.run(lambda: self._ranks.tell("stage_begin", plan))
             replies = self._wait(plan, started + self._timeout)
             parts = [reply["parts"] for reply in replies]
             after = prove(layout, bases, parts, plan.tensors, plan.target.state_digest)

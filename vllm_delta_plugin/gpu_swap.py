@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from vllm_delta_plugin.staged import Update
+from vllm_delta_plugin.transfer import to_device
 
 _BLOCK = 1024
 
@@ -54,8 +55,8 @@ class _TritonGroup:
     def __init__(self, updates: Sequence[Update], device: torch.device) -> None:
         width = updates[0].storage.dtype.itemsize
         addresses = np.concatenate([u.storage.bits.data_ptr() + u.index * width for u in updates])
-        self.addresses = torch.from_numpy(addresses).to(device)
-        self.staged = _signed(np.concatenate([u.bits for u in updates])).to(device)
+        self.addresses = to_device(addresses, device)
+        self.staged = to_device(_signed(np.concatenate([u.bits for u in updates])), device)
 
     def exchange(self, stream: Any) -> None:
         self.addresses.record_stream(stream)
@@ -66,9 +67,7 @@ class _TritonGroup:
 
 class _TorchGroup:
     def __init__(self, updates: Sequence[Update], device: torch.device) -> None:
-        self.items = [
-            (u.storage.bits, torch.from_numpy(u.index).to(device), _signed(u.bits).to(device)) for u in updates
-        ]
+        self.items = [(u.storage.bits, to_device(u.index, device), to_device(_signed(u.bits), device)) for u in updates]
 
     def exchange(self, stream: Any) -> None:
         for live, index, staged in self.items:
@@ -88,16 +87,5 @@ def _by_width(updates: Sequence[Update]) -> list[list[Update]]:
     return [[u for u in updates if u.storage.dtype.itemsize == width] for width in widths]
 
 
-def _signed(bits: np.ndarray[Any, Any]) -> torch.Tensor:
-    return torch.from_numpy(bits.view(f"<i{bits.itemsize}"))
-
-
-def warm(device: torch.device) -> None:
-    """Compile the kernel for every element width by exchanging scratch memory."""
-    if triton is None:
-        return
-    for dtype in (torch.int8, torch.int16, torch.int32):
-        live, staged = torch.zeros(16, dtype=dtype, device=device), torch.zeros(16, dtype=dtype, device=device)
-        addresses = live.data_ptr() + torch.arange(16, device=device) * live.element_size()
-        _exchange[(1,)](addresses, staged, 16, BLOCK=_BLOCK)
-    torch.cuda.synchronize(device)
+def _signed(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return bits.view(f"<i{bits.itemsize}")

@@ -11,6 +11,7 @@ import torch
 
 from delta_sync.dtypes import DTYPES, DType
 from delta_sync.errors import MappingError
+from vllm_delta_plugin.transfer import to_device, to_host
 
 Array = npt.NDArray[Any]
 
@@ -46,13 +47,13 @@ class LiveStorage:
         """Copy the live bits at ``index`` (int64 ``[n]``) to host memory, as the unsigned carrier ``[n]``."""
         if self.on_cpu:
             return self.array[index]
-        at = torch.from_numpy(index).to(self.bits.device)
-        return self.bits[at].cpu().numpy().view(self.dtype.carrier)
+        at = to_device(index, self.bits.device)
+        return to_host(self.bits[at]).view(self.dtype.carrier)
 
     def read_box(self, shape: tuple[int, ...], offset: int, strides: tuple[int, ...]) -> Array:
         """Copy an affine box of live bits to host memory, contiguous ``[numel]``, as the unsigned carrier."""
         view = self.bits.as_strided(shape, strides, offset)
-        return view.reshape(-1).cpu().numpy().view(self.dtype.carrier)
+        return to_host(view.reshape(-1)).view(self.dtype.carrier)
 
 
 def live_storage(owner: str, tensor: torch.Tensor) -> LiveStorage:

@@ -7,7 +7,7 @@ from typing import Any
 
 from delta_sync.errors import ConflictError, MappingError
 from delta_sync.ledger import Ledger
-from delta_sync.plan import plan_from_dict
+from delta_sync.plan import Plan
 from delta_sync.store.open import open_store
 from vllm_delta_plugin import background, stage
 from vllm_delta_plugin.anchor_diff import load_dense
@@ -16,6 +16,7 @@ from vllm_delta_plugin.background import Job
 from vllm_delta_plugin.commit import device_of
 from vllm_delta_plugin.coverage import WeightMap
 from vllm_delta_plugin.faults import Faults
+from vllm_delta_plugin.rehearsal import rehearse
 from vllm_delta_plugin.stage import Rank, Staged
 from vllm_delta_plugin.staged import StageTooLargeError
 
@@ -38,7 +39,8 @@ class RankSync:
         self._faults.at("attach")
         self._ledger = Ledger(open_store(str(config["uri"])))
         self._device = device_of(weights.storages)
-        self._device.warm()
+        for storage in {storage.dtype: storage for storage in weights.storages}.values():
+            rehearse(storage, self._device)
         self._rank = Rank(weights, self._device, world_size == 1, config.get("stage_bytes"))
         self._generation = 0  # odd while a swap runs
         self._stage: Job[Staged] | None = None
@@ -58,15 +60,15 @@ class RankSync:
             "aliases": self.weights.aliases,
         }
 
-    def stage_begin(self, message: Mapping[str, Any]) -> Reply:
-        """Start staging a serialised plan; what was staged before is dropped. ConflictError on an open commit."""
+    def stage_begin(self, plan: Plan) -> Reply:
+        """Start staging a plan; what was staged before is dropped. ConflictError on an open commit."""
         self._no_open_commit()
         self.stage_drop()
         self._base = self._generation
 
         def work(job: Job[Staged]) -> Staged:
             self._faults.at("stage")
-            return stage.stage(job, self._rank, self._ledger, plan_from_dict(message))
+            return stage.stage(job, self._rank, self._ledger, plan)
 
         self._stage = Job("delta-sync-stage", background.STAGING, work)
         return {"state": "staging"}
@@ -129,9 +131,8 @@ class RankSync:
         self._committed, self._stage, self.version = None, None, target
         return {"state": "idle", "version": target}
 
-    def load_dense(self, message: Mapping[str, Any]) -> Reply:
+    def load_dense(self, plan: Plan) -> Reply:
         """Start overwriting live weights with a plan's target; the engine must be paused, and verify afterwards."""
-        plan = plan_from_dict(message)
         self.stage_drop()
         self._generation += 2
         self._dense_target = plan.target.version

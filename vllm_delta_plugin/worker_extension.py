@@ -15,6 +15,7 @@ from vllm_delta_plugin import worker_seams
 from vllm_delta_plugin.background import describe
 
 if TYPE_CHECKING:
+    from delta_sync.plan import Plan
     from vllm_delta_plugin.rank_sync import RankSync
 
 Reply = dict[str, Any]
@@ -56,8 +57,8 @@ class DeltaSyncWorkerExtension:
         return {"rank": self.rank} | sync.describe()
 
     @_answer
-    def delta_sync_stage_begin(self: Any, plan: dict[str, Any]) -> Reply:
-        """Start staging a serialised plan in the background."""
+    def delta_sync_stage_begin(self: Any, plan: Plan) -> Reply:
+        """Start staging a plan in the background."""
         return _sync(self).stage_begin(plan)
 
     @_answer
@@ -86,7 +87,7 @@ class DeltaSyncWorkerExtension:
         return _sync(self).settle(target_version)
 
     @_answer
-    def delta_sync_load_dense(self: Any, plan: dict[str, Any]) -> Reply:
+    def delta_sync_load_dense(self: Any, plan: Plan) -> Reply:
         """Start writing a plan's target over live weights, while the engine is paused; poll with stage_poll."""
         return _sync(self).load_dense(plan)
 

@@ -17,7 +17,7 @@ from delta_sync.delta_file import decode_delta
 from delta_sync.digest import digest_region, tensor_key
 from delta_sync.errors import DeltaSyncError
 from delta_sync.ledger import Ledger
-from delta_sync.plan import plan_from_dict
+from delta_sync.plan import Plan
 from vllm_delta_plugin.proof import MASK, Region
 
 ROWS, COLUMNS = 4, 6
@@ -72,8 +72,7 @@ class Rank:
         tensors = {name: {"dtype": "BF16", "shape": list(shape)} for name, shape in SHAPES.items()}
         return {"tensors": tensors, "regions": self.sums(self.live)}
 
-    def stage_begin(self, message: dict[str, Any]) -> dict[str, Any]:
-        plan = plan_from_dict(message)
+    def stage_begin(self, plan: Plan) -> dict[str, Any]:
         self.loading = False
         self.staged, self.error, self.target = None, None, plan.target.version
         try:
@@ -103,10 +102,9 @@ class Rank:
                     apply(delta, bits[delta.name].reshape(-1))
         return bits
 
-    def load_dense(self, message: dict[str, Any]) -> dict[str, Any]:
+    def load_dense(self, plan: Plan) -> dict[str, Any]:
         self.loading = True
         self.error = None
-        plan = plan_from_dict(message)
         self.live["w"][:] = 0  # half way through, nothing is what it was
         try:
             self.live = self.read(plan)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from helpers.machine import LLM_ARGS
 
-from delta_sync.plan import Plan, plan_to_dict
+from delta_sync.plan import Plan
 
 PROMPTS = [[1, 5, 9, 20, 33], [1, 400, 7], [1, 44, 45, 46, 47, 48, 49, 50]]
 EXTENSION = "vllm_delta_plugin.worker_extension.DeltaSyncWorkerExtension"
@@ -41,7 +41,7 @@ class Replica:
 
     def stage(self, plan: Plan, method: str = "stage_begin", *, seconds: float = 60) -> list[dict[str, Any]]:
         """Stage a plan on all ranks and wait for the last answers."""
-        for reply in self.rpc(method, plan_to_dict(plan)):
+        for reply in self.rpc(method, plan):
             assert reply["ok"], reply["error"]
         return self.wait("stage_poll", ("staging", "loading"), seconds)
 

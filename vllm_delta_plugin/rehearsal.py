@@ -1,0 +1,52 @@
+"""One tiny version staged and swapped beside the model, so that nothing compiles when a real one comes.
+
+Without it the first version made open streams wait for numba and Triton, which hold the interpreter while they work.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from delta_sync.bitmap import Bits
+from delta_sync.delta import diff, fold
+from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, decode_delta, encode_delta
+from delta_sync.dtypes import DType
+from delta_sync.tensor_delta import TensorDelta
+from vllm_delta_plugin.commit import Device
+from vllm_delta_plugin.coverage import TensorInfo, WeightMap
+from vllm_delta_plugin.live_storage import LiveStorage
+from vllm_delta_plugin.regions import make_region
+from vllm_delta_plugin.staged import StageBuilder
+
+_SIZE = 256
+
+
+def rehearse(like: LiveStorage, device: Device) -> None:
+    """Decode, fold, map, sum up and swap, forth and back, in scratch memory like this storage's."""
+    weights = _scratch(like)
+    old = np.zeros(_SIZE, like.dtype.carrier)
+    middle, new = old.copy(), old.copy()
+    middle[::3], new[::2] = 1, 2
+    steps = [_coded(like.dtype, old, middle), _coded(like.dtype, middle, new)]
+    builder = StageBuilder(weights, limit=2**20)
+    with device.reading():
+        builder.add_deltas({"rehearsal": fold(steps)})
+    swap = device.prepare(builder.updates())
+    for expected in (new, old):
+        swap.swap(lambda: None)
+        if not np.array_equal(weights.storages[0].read(np.arange(_SIZE)), expected):
+            raise AssertionError(f"delta sync: swapping {like.dtype.name} in scratch memory gave other bits")
+
+
+def _scratch(like: LiveStorage) -> WeightMap:
+    storage = LiveStorage("rehearsal", like.dtype, torch.zeros(_SIZE, dtype=like.bits.dtype, device=like.bits.device))
+    region = make_region("rehearsal", 0, (_SIZE,), 0, (1,), 0, (1,))
+    return WeightMap([storage], {"rehearsal": TensorInfo(like.dtype, (_SIZE,))}, {"rehearsal": [region]})
+
+
+def _coded(dtype: DType, old: Bits, new: Bits) -> TensorDelta:
+    delta = diff("rehearsal", dtype, (_SIZE,), old, new)
+    header = DeltaHeader("rehearsal", 2, 1, DEFAULT_CODEC, {})
+    [decoded] = decode_delta(encode_delta(header, [delta]))[1]
+    return decoded

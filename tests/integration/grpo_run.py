@@ -35,7 +35,7 @@ def trainer_of(
         learning_rate=3e-4,
         logging_steps=1,
         report_to=[],
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
         bf16=True,
         use_vllm=True,
         vllm_mode="server",

@@ -35,7 +35,7 @@ def end(child: subprocess.Popen[bytes], folder: Path, number: int, after: float)
             time.sleep(0.02)
         time.sleep(after)
         child.send_signal(number)
-        child.wait(30)
+        child.wait(120)  # after Ctrl-C it still publishes what was trained last
     finally:
         child.kill()
         child.wait()

@@ -4,7 +4,7 @@ import uuid
 
 import pytest
 
-from delta_sync.store import LocalStore, MemoryStore
+from delta_sync.store import LocalStore, MemoryStore, open_store
 from delta_sync.testing.store_conformance import StoreConformance
 
 
@@ -20,3 +20,17 @@ class TestMemoryStore(StoreConformance):
         store = MemoryStore(uuid.uuid4().hex)
         yield store
         store.clear()
+
+
+class TestObjectStore(StoreConformance):
+    """Over HTTP, on a server that keeps create-only writes."""
+
+    @pytest.fixture
+    def store(self, proxy, bucket):
+        return open_store(f"s3://{bucket}/some/run")
+
+
+class TestObjectStoreInAWholeBucket(StoreConformance):
+    @pytest.fixture
+    def store(self, proxy, bucket):
+        return open_store(f"s3://{bucket}")

@@ -117,9 +117,16 @@ class ObjectStore(Store):
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Every object whose key starts with ``prefix``, in key order."""
-        check_prefix(prefix)
-        with explained(f"list {prefix}* in {self.uri}"):
-            return iter(sorted(self._listed(prefix), key=lambda info: info.key))
+        doing = f"list {check_prefix(prefix)}* in {self.uri}"
+        for _ in self._attempts():  # the client does not ask again where an answer breaks off
+            try:
+                with explained(doing):
+                    return iter(sorted(self._listed(prefix), key=lambda info: info.key))
+            except StoreError as error:
+                failure = error
+                if "body" not in str(error.got):
+                    break
+        raise failure
 
     def delete(self, key: str) -> None:
         """Remove one object; removing a missing one is not an error."""
@@ -204,25 +211,35 @@ class ObjectStore(Store):
 
     def _create(self, key: str, data: bytes) -> None:
         """Asks again where the answer was lost; what is there then was written by us if it is ``data``."""
-        lost, end = False, time.monotonic() + self._retry_seconds
-        for attempt in range(self._retries + 1):
+        doing, lost = f"create object {key} in {self.uri}", False
+        for _ in self._attempts():
             try:
                 obstore.put(self._once, key, data, mode="create", use_multipart=False)
                 return
             except AlreadyExistsError:
                 there = self._holds(key, data)
-                if there is not None and not (there and lost):
-                    raise _conflict(key, self.uri) from None
-                if there:
+                if there and lost:
                     return
+                if there is not None:
+                    raise ConflictError(doing, expected="no such object yet", got="one that exists") from None
                 # Two creates at once, of which S3 kept neither: it answers 409 and wants to be asked again.
-                failure = StoreError(f"create object {key} in {self.uri}", expected="success", got="a conflict")
+                failure = StoreError(doing, expected="success", got="a conflict, but no object", remedy="try again")
             except GenericError as error:
-                failure, lost = as_ours(f"create object {key} in {self.uri}", error), True
+                failure, lost = as_ours(doing, error), True
             except Exception as error:  # noqa: BLE001 - the client also raises built-in errors; all become ours
-                raise as_ours(f"create object {key} in {self.uri}", error) from None
-            if attempt == self._retries or time.monotonic() > end:
-                raise failure
+                raise as_ours(doing, error) from None
+        with contextlib.suppress(StoreError):  # no time to ask again, but to look
+            if lost and self._holds(key, data):
+                return
+        raise failure
+
+    def _attempts(self) -> Iterator[int]:
+        """Count attempts, pausing longer and longer between them, until there were enough or time is over."""
+        end = time.monotonic() + self._retry_seconds
+        for attempt in range(self._retries + 1):
+            yield attempt
+            if time.monotonic() > end:
+                return
             time.sleep(min(0.1 * 2**attempt, 5.0) * random.uniform(0.5, 1.0))
 
     def _create_unfenced(self, key: str, data: bytes) -> None:
@@ -231,7 +248,8 @@ class ObjectStore(Store):
             self.put(key, data)
             if self._holds(key, data):
                 return
-        raise _conflict(key, self.uri)
+        doing = f"create object {key} in {self.uri}"
+        raise ConflictError(doing, expected="no such object yet", got="one that exists")
 
     def _holds(self, key: str, data: bytes) -> bool | None:
         """Whether the object is ``data``; None if there is none."""
@@ -269,7 +287,3 @@ def _whole(key: str, expected: int, data: bytes) -> bytes:
         got, remedy = f"{len(data)} bytes", "read it again"
         raise IntegrityError(f"object {key}", expected=f"{expected} bytes", got=got, remedy=remedy)
     return data
-
-
-def _conflict(key: str, uri: str) -> ConflictError:
-    return ConflictError(f"create object {key} in {uri}", expected="no such object yet", got="one that exists")

@@ -35,6 +35,7 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("BadScheme",), "use https://, or say http:// in the endpoint's variable"),
     (("ertificate",), "trust the server's certificate on this machine"),
     (("TimedOut", "operation timed out"), "try again; if it stays, look at the network and the server"),
+    (("invalid path",), "remove that object: it is none of ours, and its key stands in the way of listings"),
     (("kind: Connect",), "check the endpoint's variable and the network"),
 )
 

@@ -29,7 +29,7 @@ class Fault:
     """What happens to one request.
 
     ``status``: answered so, with ``code`` in an S3 error document, without asking the server (after it, if ``after``).
-    ``drop``: no answer, before or ``after`` the server did what was asked. ``hang``: seconds of silence first.
+    ``drop``: no answer, before or ``after`` the server did what was asked. ``hang``: seconds of silence at that point.
     ``truncate``: only so many bytes of the answer's body. ``flip``: one bit of its body is another.
     ``call``: called before the server is asked, or after, and before it is answered.
     """
@@ -141,8 +141,8 @@ def _handler(proxy: FaultProxy) -> type[BaseHTTPRequestHandler]:
             request = Request(self.command, self.path, dict(self.headers.items()))
             proxy.requests.append(request)
             fault = (proxy.rule and proxy.rule(request)) or Fault()
-            time.sleep(fault.hang)
             if not fault.after:
+                time.sleep(fault.hang)
                 if fault.call:
                     fault.call()
                 if fault.drop:
@@ -151,6 +151,7 @@ def _handler(proxy: FaultProxy) -> type[BaseHTTPRequestHandler]:
                     return self.refuse(fault)
             status, headers, content = self.ask(body, fault.strip)
             if fault.after:
+                time.sleep(fault.hang)
                 if fault.call:
                     fault.call()
                 if fault.drop:

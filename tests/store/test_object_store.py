@@ -164,15 +164,16 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("status", "code", "remedy"), REFUSALS)
-def test_what_a_server_refuses_says_what_to_do(hasty, proxy, status, code, remedy):
+def test_what_a_server_refuses_says_what_to_do(proxy, uri, status, code, remedy):
+    store = ObjectStore(uri, retries=1)
     proxy.rule = lambda request: Fault(status=status, code=code, message="the server's words")
     for call in (
-        lambda: hasty.get("a", max_bytes=1),
-        lambda: hasty.read_range("a", 0, 1),
-        lambda: list(hasty.list("a/")),
-        lambda: hasty.put("a", b""),
-        lambda: hasty.create("a", b""),
-        lambda: hasty.delete("a"),
+        lambda: store.get("a", max_bytes=1),
+        lambda: store.read_range("a", 0, 1),
+        lambda: list(store.list("a/")),
+        lambda: store.put("a", b""),
+        lambda: store.create("a", b""),
+        lambda: store.delete("a"),
     ):
         with pytest.raises(StoreError, match=remedy) as caught:
             call()

@@ -31,6 +31,7 @@ class Fault:
     ``status``: answered so, with ``code`` in an S3 error document, without asking the server (after it, if ``after``).
     ``drop``: no answer, before or ``after`` the server did what was asked. ``hang``: seconds of silence at that point.
     ``truncate``: only so many bytes of the answer's body. ``flip``: one bit of its body is another.
+    ``strip`` and ``add``: request headers that the server does not see, or sees besides.
     ``call``: called before the server is asked, or after, and before it is answered.
     """
 
@@ -43,6 +44,7 @@ class Fault:
     truncate: int | None = None
     flip: bool = False
     strip: tuple[str, ...] = ()
+    add: Mapping[str, str] = field(default_factory=dict)
     call: Callable[[], object] | None = None
 
 
@@ -149,7 +151,7 @@ def _handler(proxy: FaultProxy) -> type[BaseHTTPRequestHandler]:
                     return self.hang_up()
                 if fault.status:
                     return self.refuse(fault)
-            status, headers, content = self.ask(body, fault.strip)
+            status, headers, content = self.ask(body, fault)
             if fault.after:
                 time.sleep(fault.hang)
                 if fault.call:
@@ -164,10 +166,10 @@ def _handler(proxy: FaultProxy) -> type[BaseHTTPRequestHandler]:
 
         do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any
 
-        def ask(self, body: bytes, strip: tuple[str, ...]) -> tuple[int, list[tuple[str, str]], bytes]:
-            dropped = HOP_BY_HOP | {name.lower() for name in strip}
+        def ask(self, body: bytes, fault: Fault) -> tuple[int, list[tuple[str, str]], bytes]:
+            dropped = HOP_BY_HOP | {name.lower() for name in fault.strip}
             headers = {name: value for name, value in self.headers.items() if name.lower() not in dropped}
-            headers["Content-Length"] = str(len(body))
+            headers |= {**fault.add, "Content-Length": str(len(body))}
             try:
                 self.upstream.request(self.command, self.path, body, headers)
                 response = self.upstream.getresponse()

@@ -36,7 +36,7 @@ def moto_server(timeout: float = 60.0) -> Iterator[str]:
 
 def new_bucket(url: str) -> str:
     """The name of a bucket that nobody else uses."""
-    name = f"bucket-{uuid.uuid4().hex}"
+    name = f"bucket{uuid.uuid4().hex}"
     with urllib.request.urlopen(urllib.request.Request(f"{url}/{name}", method="PUT"), timeout=30):
         return name
 

@@ -10,15 +10,21 @@ from delta_sync.errors import StoreError
 from delta_sync.store.base import Store
 from delta_sync.store.local import LocalStore
 from delta_sync.store.memory import MemoryStore
+from delta_sync.store.object_client import check_installed, split_uri
 
-_EXTRAS = {"hf": "hub", "s3": "s3", "gs": "s3", "az": "s3"}
+_EXTRAS = {"hf": "hub"}
+OBJECT_STORES = ("s3", "gs", "az")
 _WITH_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:/*)(.*)", re.DOTALL)
 
 
 def open_store(uri: str) -> Store:
-    """The store behind a path, ``file:///path`` or ``memory://name``; StoreError if there is none of that kind."""
+    """The store behind a path or a URI; StoreError if there is none of that kind."""
     check_uri(uri)
     scheme, _, rest = uri.partition("://")
+    if scheme in OBJECT_STORES:
+        from delta_sync.store.object import ObjectStore  # loads obstore, which is an extra
+
+        return ObjectStore(uri)
     if scheme == "memory":
         return MemoryStore(rest)
     return LocalStore(unquote(rest) if scheme == "file" else uri)
@@ -32,13 +38,17 @@ def check_uri(uri: str) -> None:
     if scheme in _EXTRAS and colon:
         extra = f"it will come with delta-weight-sync[{_EXTRAS[scheme]}], which is not built yet: use a folder"
         raise _refused(uri, f"{scheme}://", extra)
+    if scheme in OBJECT_STORES and colon:
+        split_uri(uri)
+        check_installed(scheme)
+        return
     known = (scheme == "file" and rest.startswith("/")) or (scheme == "memory" and rest) if colon else uri.strip()
     if not known:
         raise _refused(uri, scheme or "nothing", "check the URI's spelling")
 
 
 def _refused(uri: str, got: str, remedy: str) -> StoreError:
-    expected = "a path, file:///path or memory://name"
+    expected = "a path, file:///path, s3://, gs:// or az:// with bucket/prefix, or memory://name"
     return StoreError(f"store {redact_uri(uri)!r}", expected=expected, got=got, remedy=remedy)
 
 

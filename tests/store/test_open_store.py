@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
+
 import pytest
 
 from delta_sync import StoreError
 from delta_sync.store import LocalStore, MemoryStore, open_store, redact_uri
+from delta_sync.store.open import check_uri
 
 
 def test_a_path_and_a_file_uri_are_the_same_folder(tmp_path):
@@ -28,10 +33,46 @@ def test_memory_stores_of_one_name_are_one():
     store.clear()
 
 
-@pytest.mark.parametrize("uri", ["hf://buckets/me/run", "s3://bucket/run", "gs://bucket", "az://bucket"])
+@pytest.mark.parametrize("uri", ["hf://buckets/me/run"])
 def test_stores_to_come_name_their_extra(uri):
-    with pytest.raises(StoreError, match=r"delta-weight-sync\[(hub|s3)\]"):
+    with pytest.raises(StoreError, match=r"delta-weight-sync\[hub\]"):
         open_store(uri)
+
+
+OBJECT_STORES = ["s3://bucket/run", "gs://bucket", "az://container/a/b"]
+
+
+@pytest.mark.parametrize("uri", OBJECT_STORES)
+def test_object_stores_name_their_extra_where_it_is_not_installed(uri, monkeypatch):
+    check_uri(uri)
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "obstore" else find(name))
+    for refuses in (check_uri, open_store):
+        with pytest.raises(StoreError, match=r"delta-weight-sync\[s3\]"):
+            refuses(uri)
+
+
+def test_checking_a_uri_does_not_load_the_library():
+    code = f"import sys; from delta_sync.store.open import check_uri; [check_uri(u) for u in {OBJECT_STORES}]"
+    code += "; assert not {'obstore', 'botocore'} & sys.modules.keys(), 'loaded'"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "s3://",
+        "s3:///run",
+        "s3://b/../x",
+        "s3://bucket//run",
+        "s3://bucket/a?x",
+        "s3://bucket/a#x",
+        "s3://mine--usw2-az1--x-s3/run",
+    ],
+)
+def test_a_uri_that_is_no_bucket_and_prefix_is_refused_before_anything_is_asked(uri):
+    with pytest.raises(StoreError, match="Remedy"):
+        check_uri(uri)
 
 
 @pytest.mark.parametrize(

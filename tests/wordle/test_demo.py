@@ -13,6 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from delta_sync.ledger import Ledger
+from delta_sync.store import open_store
+
 STAND_INS = Path(__file__).resolve().with_name("stand_ins.py")
 
 
@@ -26,8 +29,12 @@ def begin(tmp_path):
     command = [sys.executable, str(STAND_INS), "demo", str(tmp_path / "model"), str(tmp_path / "runs")]
     started = []
 
-    def start(fault="none"):
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(folder) for folder in STAND_INS.parents[1:3][::-1])}
+    def start(fault="none", **more):
+        env = {
+            **os.environ,
+            **more,
+            "PYTHONPATH": os.pathsep.join(str(folder) for folder in STAND_INS.parents[1:3][::-1]),
+        }
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
         started.append(subprocess.Popen([*command, fault], env=env, **pipes))
         return started[-1]
@@ -53,6 +60,15 @@ def test_a_good_run(begin, tmp_path):
     assert report.is_relative_to(tmp_path / "runs") and (report.parent / "timeline.png").exists()
     assert [row["version"] for row in json.loads(report.read_text())["versions"]] == list(range(2, 10))
     assert "version 9" in err and "step 8 of 8" in err  # progress, also where there is no terminal
+
+
+def test_a_run_on_a_bucket(begin, proxy, bucket):
+    demo = begin(DELTA_SYNC_URI=f"s3://{bucket}/wordle")
+    out, err = demo.communicate(timeout=120)
+    assert demo.returncode == 0, err
+    summary = json.loads(out)
+    assert summary["failed"] == [] and summary["versions"] == 8 and summary["bit_exact"] is True
+    assert len(Ledger(open_store(f"s3://{bucket}/wordle")).epochs()) == 1
 
 
 def test_criteria_that_fail_are_named_and_cost_the_exit_code(begin):

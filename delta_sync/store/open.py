@@ -7,19 +7,24 @@ from urllib.parse import unquote
 
 from delta_sync.errors import StoreError
 from delta_sync.store.base import Store
+from delta_sync.store.hub_uri import EXPECTED as HUB_EXPECTED
+from delta_sync.store.hub_uri import parse_hub_place
 from delta_sync.store.local import LocalStore
 from delta_sync.store.memory import MemoryStore
 
-_EXTRAS = {"hf": "hub", "s3": "s3", "gs": "s3", "az": "s3"}
+_EXTRAS = {"s3": "s3", "gs": "s3", "az": "s3"}
+EXPECTED = f"a path, file:///path, memory://name or {HUB_EXPECTED}"
 _WITH_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:/*)(.*)", re.DOTALL)
 
 
 def open_store(uri: str) -> Store:
-    """The store behind a path, ``file:///path`` or ``memory://name``; StoreError if there is none of that kind."""
+    """The store behind a path, ``file:///path``, ``memory://name`` or ``hf://buckets/org/name``; StoreError if none."""
     check_uri(uri)
     scheme, _, rest = uri.partition("://")
     if scheme == "memory":
         return MemoryStore(rest)
+    if scheme == "hf":
+        return _open_hub(uri, rest)
     return LocalStore(unquote(rest) if scheme == "file" else uri)
 
 
@@ -31,13 +36,27 @@ def check_uri(uri: str) -> None:
     if scheme in _EXTRAS and colon:
         extra = f"it will come with delta-weight-sync[{_EXTRAS[scheme]}], which is not built yet: use a folder"
         raise _refused(uri, f"{scheme}://", extra)
+    if scheme == "hf" and colon:
+        if parse_hub_place(rest) is None:
+            raise _refused(uri, "no bucket's name", "`hf buckets create ORG/NAME` makes a bucket", HUB_EXPECTED)
+        return
     known = (scheme == "file" and rest.startswith("/")) or (scheme == "memory" and rest) if colon else uri.strip()
     if not known:
         raise _refused(uri, scheme or "nothing", "check the URI's spelling")
 
 
-def _refused(uri: str, got: str, remedy: str) -> StoreError:
-    expected = "a path, file:///path or memory://name"
+def _open_hub(uri: str, rest: str) -> Store:
+    place = parse_hub_place(rest)
+    assert place is not None  # check_uri
+    try:
+        from delta_sync.store.hub import HubStore
+    except ImportError as error:
+        extra = "pip install 'delta-weight-sync[hub]'"
+        raise _refused(uri, str(error), extra, "huggingface_hub and hf_xet") from error
+    return HubStore(place)
+
+
+def _refused(uri: str, got: str, remedy: str, expected: str = EXPECTED) -> StoreError:
     return StoreError(f"store {redact_uri(uri)!r}", expected=expected, got=got, remedy=remedy)
 
 

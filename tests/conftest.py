@@ -1,1 +1,38 @@
-"""Makes tests/helpers importable as ``helpers`` from every test folder."""
+"""Makes tests/helpers importable as ``helpers`` from every test folder, and lends one test Hub to all tests of a run.
+
+hf_xet keeps one cache for each process, which must not outlive the server it was filled from: hence one.
+"""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def running_hub(tmp_path_factory):
+    from helpers.hub import TestHub
+
+    home = tmp_path_factory.mktemp("hf-home")
+    with pytest.MonkeyPatch.context() as patch, TestHub() as hub:
+        patch.setenv("HF_HOME", str(home))
+        patch.setenv("HF_XET_CACHE", str(home / "xet"))
+        patch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        yield hub
+
+
+@pytest.fixture
+def hub(running_hub, monkeypatch):
+    """The Hub without faults, as HF_ENDPOINT and HF_TOKEN name it."""
+    monkeypatch.setenv("HF_ENDPOINT", running_hub.url)
+    monkeypatch.setenv("HF_TOKEN", "hf_test_write")
+    running_hub.reset()
+    yield running_hub
+    running_hub.reset()
+
+
+@pytest.fixture
+def bucket(hub):
+    """The id of an empty bucket of its own."""
+    return hub.new_bucket(f"org/{uuid.uuid4().hex[:12]}")

@@ -17,7 +17,7 @@ from urllib.parse import quote, urljoin, urlsplit
 
 import httpx2
 from huggingface_hub import constants, get_token
-from huggingface_hub.utils import build_hf_headers, parse_ratelimit_headers
+from huggingface_hub.utils import parse_ratelimit_headers
 
 from delta_sync.errors import StoreError
 from delta_sync.store.attempts import Again, Deadline, retrying
@@ -66,6 +66,7 @@ class HubClient:
                 raise Again(self._unreachable(doing, error)) from error
             if response.status_code not in expected:
                 raise self.refusal(response, doing)
+            _check_json(response, doing)
             return response
 
         return retrying(deadline, attempt)
@@ -83,7 +84,8 @@ class HubClient:
 
     def headers(self) -> dict[str, str]:
         """Who is asking; holds the token."""
-        return build_hf_headers(token=get_token() or False, library_name="delta-weight-sync")
+        token = get_token()
+        return {"User-Agent": "delta-weight-sync"} | ({"Authorization": f"Bearer {token}"} if token else {})
 
     def _send(
         self, method: str, url: str, deadline: Deadline, content: bytes | None, more: Mapping[str, str] | None
@@ -143,6 +145,16 @@ class HubClient:
         if status == 403:
             return f"use a token that may write to {self.bucket}, as trainers and replicas that report must; else read"
         return "try again; if it stays, look at https://status.huggingface.co"
+
+
+def _check_json(response: httpx2.Response, doing: str) -> None:
+    """An answer cut short or damaged on its way is worth another try."""
+    if not response.content or not response.headers.get("content-type", "").startswith("application/json"):
+        return
+    try:
+        response.json()
+    except ValueError as error:
+        raise Again(StoreError(doing, expected="JSON", got=_said(response), remedy="try again")) from error
 
 
 def _budget(url: str) -> str:

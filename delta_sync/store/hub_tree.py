@@ -22,9 +22,11 @@ def list_files(client: HubClient, start: str, deadline: Deadline, doing: str) ->
             if response.headers.get("x-error-code") == "EntryNotFound":
                 return files
             raise client.refusal(response, doing)
-        for row in response.json():
-            if row.get("type") == "file" and row["path"].startswith(start):
-                files[row["path"]] = XetFile(row["xetHash"], row["size"])
+        try:
+            rows = [row for row in response.json() if row["type"] == "file" and row["path"].startswith(start)]
+            files.update({row["path"]: XetFile(str(row["xetHash"]), int(row["size"])) for row in rows})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StoreError(doing, expected="a listing", got="something else", remedy="try again") from error
         following = response.links.get("next", {}).get("url")
         if following is None:
             return files

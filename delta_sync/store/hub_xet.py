@@ -22,7 +22,7 @@ from hf_xet import (
 from huggingface_hub.utils import tqdm
 
 from delta_sync.errors import StoreError
-from delta_sync.store.attempts import Again, Deadline, retrying
+from delta_sync.store.attempts import Again, Deadline, TooLateError, retrying, within
 from delta_sync.store.hub_client import HubClient
 
 EMPTY = "0" * 64  # the hash of no bytes
@@ -84,13 +84,11 @@ class XetTransfer:
                     endpoint=access.url, token=access.token, token_expiry_unix_secs=access.until,
                     progress_callback=progress,
                 )  # fmt: skip
-                with _stopped_by(deadline, commit.abort), commit:
-                    if isinstance(source, Path):
-                        handle = commit.start_upload_file(str(source), sha256=SKIP_SHA256)
-                    else:
-                        handle = commit.start_upload_bytes(source, sha256=SKIP_SHA256)
-                info = handle.result().xet_info
-                return XetFile(info.hash, info.file_size)
+                try:
+                    return within(deadline, lambda: _send(commit, source))
+                except TooLateError:
+                    commit.abort()
+                    raise
 
         return retrying(deadline, attempt)
 
@@ -98,18 +96,15 @@ class XetTransfer:
         """Bytes ``start`` to ``end`` of a file; GoneError if the storage does not have it."""
         if start == end:
             return b""
+        window = (None, None) if (start, end) == (0, file.size) else (start, end)
 
         def attempt() -> bytes:
             access = self._access("read", deadline, doing)
             with self._explained("read", deadline, doing):
-                whole = start == 0 and end == file.size
-                window = (None, None) if whole else (start, end)
                 stream = access.group.download_stream(XetFileInfo(file.hash, file.size), *window)
-                with _stopped_by(deadline, stream.cancel):
-                    data = _collect(stream, end - start)
+                data = within(deadline, lambda: _collect(stream, end - start, deadline))
             if len(data) != end - start:
-                error = StoreError(doing, expected=f"{end - start} bytes", got=len(data), remedy="try again")
-                raise Again(error if deadline.left > 0 else _too_late(deadline, doing))
+                raise Again(StoreError(doing, expected=f"{end - start} bytes", got=len(data), remedy="try again"))
             return data
 
         return retrying(deadline, attempt)
@@ -121,7 +116,10 @@ class XetTransfer:
         if access is None or access.until - time.time() < _EARLY:
             url = f"{self._client.api}/xet-{kind}-token"
             answer = self._client.call("GET", url, deadline, doing=f"{doing}: {kind} token").json()
-            access = _Access(str(answer["casUrl"]), str(answer["accessToken"]), int(answer["exp"]))
+            try:
+                access = _Access(str(answer["casUrl"]), str(answer["accessToken"]), int(answer["exp"]))
+            except (KeyError, TypeError, ValueError) as error:
+                raise StoreError(doing, expected="an access token for Xet", got="something else") from error
             if kind == "read":
                 with self._explained("read", deadline, doing):
                     group = self._session().new_download_stream_group(
@@ -145,30 +143,36 @@ class XetTransfer:
         """Turn what hf_xet raises into our errors; most of it may pass."""
         try:
             yield
-        except XetObjectNotFoundError as error:
-            raise GoneError(str(error)) from error
+        except TooLateError as error:
+            raise _too_late(deadline, doing) from error
         except (XetAuthenticationError, *_SOMETIMES) as error:
-            if deadline.left <= 0:
-                raise Again(_too_late(deadline, doing)) from error
-            if _is_denied(error):
+            if isinstance(error, XetObjectNotFoundError) or "404 Not Found" in str(error):
+                raise GoneError(str(error)) from error
+            if isinstance(error, XetAuthenticationError) or "401 Unauthorized" in str(error):
                 self._accesses.pop(kind, None)  # expired early: the next attempt asks for another
             raise Again(_failed(doing, error)) from error
 
 
-def _collect(stream: Any, length: int) -> bytes:
+def _send(commit: Any, source: bytes | Path) -> XetFile:
+    with commit:
+        if isinstance(source, Path):
+            handle = commit.start_upload_file(str(source), sha256=SKIP_SHA256)
+        else:
+            handle = commit.start_upload_bytes(source, sha256=SKIP_SHA256)
+    info = handle.result().xet_info
+    return XetFile(info.hash, info.file_size)
+
+
+def _collect(stream: Any, length: int, deadline: Deadline) -> bytes:
     """At most a little more than ``length`` bytes: a server that sends without end is not listened to."""
     parts, got = [], 0
     for part in stream:
         parts.append(part)
         got += len(part)
-        if got > length:
+        if got > length or deadline.left <= 0:
             stream.cancel()
             break
     return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _is_denied(error: BaseException) -> bool:
-    return isinstance(error, XetAuthenticationError) or "401" in str(error) or "403" in str(error)
 
 
 def _failed(doing: str, error: BaseException) -> StoreError:
@@ -181,18 +185,6 @@ def _failed(doing: str, error: BaseException) -> StoreError:
 def _too_late(deadline: Deadline, doing: str) -> StoreError:
     remedy = "try again; if it stays, check the network's speed"
     return StoreError(doing, expected=f"an end within {deadline.seconds:.0f} s", got="none", remedy=remedy)
-
-
-@contextmanager
-def _stopped_by(deadline: Deadline, stop: Callable[[], object]) -> Iterator[None]:
-    """Call ``stop`` from another thread at the deadline."""
-    timer = threading.Timer(max(0.0, deadline.left), stop)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 @contextmanager

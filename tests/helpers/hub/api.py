@@ -27,6 +27,7 @@ class HubApi:
         self.cas, self.tokens, self.page = cas, tokens, page
         self.buckets: dict[str, Bucket] = {}
         self.closing = threading.Event()
+        self.feeds_end = threading.Event()  # set to end every feed that is open
         self.serves_events = True
 
     def answer(self, request: Request, fault: Fault | None = None) -> Answer:
@@ -159,7 +160,7 @@ class HubApi:
             return Answer(404)
         cursor, since = request.query.get("cursor"), request.query.get("since")
         when = datetime.fromisoformat(since).timestamp() if since else None
-        lines = bucket.events(int(cursor) if cursor else None, when, self.closing)
+        lines = bucket.events(int(cursor) if cursor else None, when, self.feeds_end)
         return Answer(200, headers={"Content-Type": "text/event-stream"}, stream=_encoded(lines))
 
 

@@ -73,22 +73,24 @@ class Bucket:
         found = (f for f in files if f.path.startswith(prefix) and (at is None or f.uploaded <= at))
         return sorted(found, key=lambda f: f.path)
 
-    def events(self, cursor: int | None, since: float | None, live: threading.Event) -> Iterator[str]:
-        """Server-sent events, replayed from a cursor or a time and then as they happen, while ``live``."""
+    def events(self, cursor: int | None, since: float | None, end: threading.Event) -> Iterator[str]:
+        """Server-sent events, replayed from a cursor or a time and then as they happen, until ``end`` is set."""
         with self.changed:
             at = len(self.log)
             if cursor is not None:
                 at = cursor
             elif since is not None:
                 at = next((i for i, (when, _) in enumerate(self.log) if when >= since), at)
-            if at < self.forgotten:
+            if at < self.forgotten and (cursor is not None or since is not None):
                 yield "event: reset\ndata: {}\n\n"
                 return
         ready, pinged = False, time.monotonic()
-        while not live.is_set():
+        while not end.is_set():
             with self.changed:
                 if ready and at >= len(self.log):
                     self.changed.wait(0.2)
+                if end.is_set():
+                    return
                 rows, at = [row for _, row in self.log[at:]], len(self.log)
             if rows:
                 yield f"event: changes\ndata: {json.dumps({'cursor': str(at), 'changes': rows})}\n\n"

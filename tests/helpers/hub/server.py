@@ -29,6 +29,7 @@ class TestHub:
         self.cas = Cas()
         self.api = HubApi(self.cas, {WRITE_TOKEN: "write", READ_TOKEN: "read"}, page)
         self.asked: list[tuple[str, str]] = []  # (kind, "METHOD path"), in order
+        self.requests: list[Request] = []  # the same, whole, but for the storage's
         self.quota: dict[str, int] = {}  # requests of a kind that are left before 429
         self._server = _Server(("127.0.0.1", port), _handler(self))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -39,6 +40,7 @@ class TestHub:
 
     def __exit__(self, *_: object) -> None:
         self.api.closing.set()
+        self.drop_feeds()
         self._server.shutdown()
         self._server.server_close()
 
@@ -48,6 +50,7 @@ class TestHub:
 
     def forget(self) -> None:
         self.asked.clear()
+        self.requests.clear()
 
     def reset(self) -> None:
         """No faults, no quota, nothing counted; buckets and their content stay."""
@@ -55,6 +58,11 @@ class TestHub:
         self.quota.clear()
         self.api.serves_events = True
         self.forget()
+
+    def drop_feeds(self) -> None:
+        """End every event stream without a word, as a restart of the Hub does."""
+        ended, self.api.feeds_end = self.api.feeds_end, threading.Event()
+        ended.set()
 
     def new_bucket(self, bucket_id: str, *, private: bool = False) -> str:
         self.api.buckets[bucket_id] = Bucket(bucket_id, private)
@@ -64,6 +72,8 @@ class TestHub:
         """What to send, or None to close the connection instead."""
         kind = kind_of(request.path)
         self.asked.append((kind, request.line))
+        if kind != "cas":
+            self.requests.append(request)
         if self.quota.get(kind, 1) <= 0:
             return Answer(429, b"", {"RateLimit": f'"{kind}";r=0;t=1'})
         if kind in self.quota:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 import weakref
@@ -23,6 +24,7 @@ from delta_sync.store.keys import check_key, check_prefix
 
 SECONDS = 60.0  # for one call, retries included, beside the time that its bytes take
 SLOWEST = 1e6  # bytes per second that a transfer must reach
+RECENT_SECONDS = 2.0  # how old an answer of the Hub's may be for a follower whose view does not answer
 KEPT_OBJECT, KEPT_OBJECTS = 1 << 20, 64  # bytes of, and number of, small objects that are remembered by hash
 
 
@@ -44,6 +46,7 @@ class HubStore(Store):
         self._xet = XetTransfer(self._client)
         self._creating = threading.Lock()
         self._view: HubView | None = None
+        self._recent: dict[str, tuple[float, XetFile | None]] = {}
         self._kept = _SmallObjects()
 
     def put(self, key: str, data: bytes | memoryview) -> None:
@@ -111,8 +114,7 @@ class HubStore(Store):
         failed = self._batch({"type": "deleteFile", "path": path}, deadline, doing)
         if failed and self._ask(path, deadline, doing) is not None:
             raise StoreError(doing, expected="success", got=failed, remedy="try again")
-        if self._view:
-            self._view.note(path, None)
+        self._note(path, None)
 
     def follow(self) -> None:
         """Listen to the bucket's events and answer reads from what they say: no requests while nothing changes."""
@@ -141,7 +143,7 @@ class HubStore(Store):
     def _found(self, key: str) -> XetFile:
         path, doing = self._path(key), self._doing("read", key)
         view = self._live_view()
-        file = view.find(path) if view else self._ask(path, self._deadline(), doing)
+        file = view.find(path) if view else self._look_up(path, doing)
         if file is None:
             raise NotFoundError(doing, expected="an object", got="none")
         return file
@@ -156,8 +158,7 @@ class HubStore(Store):
             data = self._xet.read(file, start, end, deadline, doing)
         except GoneError as error:
             now = self._ask(self._path(key), deadline, doing)
-            if self._view:
-                self._view.note(self._path(key), now)
+            self._note(self._path(key), now)
             got = "a path without content" if now == file else "other content, or none, by now"
             raise StoreError(doing, expected="the content it stands for", got=got, remedy="read it again") from error
         if len(data) == file.size:
@@ -178,6 +179,24 @@ class HubStore(Store):
         except (KeyError, ValueError) as error:
             raise self._client.refusal(response, doing) from error
 
+    def _look_up(self, path: str, doing: str) -> XetFile | None:
+        """Ask, but not ten times a second because a follower polls while its view does not answer."""
+        if self._view is None:
+            return self._ask(path, self._deadline(), doing)
+        when, file = self._recent.get(path, (-math.inf, None))
+        if time.monotonic() - when > RECENT_SECONDS:
+            file = self._ask(path, self._deadline(), doing)
+            if len(self._recent) > KEPT_OBJECTS:
+                self._recent.clear()
+            self._recent[path] = time.monotonic(), file
+        return file
+
+    def _note(self, path: str, file: XetFile | None) -> None:
+        """Something of this process's own doing, or just asked, that a follower need not wait to be told."""
+        self._recent.pop(path, None)
+        if self._view:
+            self._view.note(path, file)
+
     def _name(self, path: str, file: XetFile, mtime: float, deadline: Deadline, doing: str) -> None:
         """Let a path stand for stored content; repeating it changes nothing."""
         operation = {"type": "addFile", "path": path, "xetHash": file.hash, "mtime": int(mtime * 1000)}
@@ -185,8 +204,7 @@ class HubStore(Store):
             operation["contentType"] = content_type
         if failed := self._batch(operation, deadline, doing):
             raise StoreError(doing, expected="success", got=failed, remedy="try again")
-        if self._view:
-            self._view.note(path, file)
+        self._note(path, file)
 
     def _batch(self, operation: dict[str, object], deadline: Deadline, doing: str) -> str:
         """Send one operation; why it failed, or nothing. The Hub may say 200 to a batch whose operations failed."""

@@ -22,6 +22,7 @@ from huggingface_hub.utils import parse_ratelimit_headers
 from delta_sync.errors import StoreError
 from delta_sync.store.attempts import Again, Deadline, retrying
 
+RATE_WINDOW = 320.0  # seconds; the Hub counts requests over 300
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 20.0
 _PASSING = (408, 425, 500, 502, 503, 504)
 _REDIRECTS = 3
@@ -74,6 +75,7 @@ class HubClient:
     @contextmanager
     def stream(self, url: str, params: Mapping[str, str], silence: float, doing: str) -> Iterator[httpx2.Response]:
         """A response read as it comes, StoreError or Again if refused; httpx2.HTTPError after ``silence`` seconds."""
+        self._wait_for_budget(url, Deadline(RATE_WINDOW), doing)
         timeout = httpx2.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS, read=silence)
         headers = {**self.headers(), "Accept": "text/event-stream"}
         with self._client().stream("GET", url, params=params, headers=headers, timeout=timeout) as response:
@@ -97,7 +99,8 @@ class HubClient:
             headers = {**self.headers(), "Accept-Encoding": "identity", **(more or {})}
             response = self._client().request(method, url, content=content, headers=headers, timeout=timeout)
             target = urljoin(url, response.headers.get("location", ""))
-            if not response.is_redirect or urlsplit(target).netloc != urlsplit(url).netloc:
+            answered = not response.is_redirect or "x-xet-hash" in response.headers
+            if answered or urlsplit(target).netloc != urlsplit(url).netloc:
                 break
             url = target
         return response

@@ -358,3 +358,21 @@ def test_a_large_file_goes_up_from_disk(hub, store, tmp_path, monkeypatch):
     assert store.read_range("anchor/shard", 3_000_000, 100) == source.read_bytes()[3_000_000:3_000_100]
     with pytest.raises(StoreError, match=r"read .*missing"):
         store.put_file("anchor/none", tmp_path / "missing")
+
+
+def test_a_forked_child_opens_connections_of_its_own(hub, store):
+    """Sharing the parent's would mix up answers, and hf_xet's threads do not exist in the child."""
+    import multiprocessing
+
+    store.put("a", DATA)
+    store.get("a", max_bytes=len(DATA))
+    child = multiprocessing.get_context("fork").Process(target=_read_and_write, args=(store,), daemon=True)
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+    assert store.get("b", max_bytes=len(DATA)) == DATA[::-1]
+
+
+def _read_and_write(store):
+    assert store.get("a", max_bytes=len(DATA)) == DATA
+    store.put("b", DATA[::-1])

@@ -136,3 +136,17 @@ def test_a_hub_that_is_gone_is_asked_again_and_nothing_old_is_served_for_long(hu
     assert replica.get("a", max_bytes=1) == b"2"  # asked of the Hub itself
     hub.faults.clear()
     until(lambda: replica._view.answers, 30)
+
+
+def test_a_view_that_does_not_answer_is_no_reason_to_ask_ten_times_a_second(hub, writer, replica):
+    writer.put("a", b"1")
+    hub.faults.add("status", "events|tree", status=503)
+    replica.follow()
+    hub.forget()
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        assert replica.get("a", max_bytes=1) == b"1"
+        time.sleep(0.02)
+    assert hub.counts()["resolver"] <= 2
+    replica.put("a", b"2")
+    assert replica.get("a", max_bytes=1) == b"2"  # what it wrote itself it sees at once

@@ -28,9 +28,9 @@ def test_memory_stores_of_one_name_are_one():
     store.clear()
 
 
-@pytest.mark.parametrize("uri", ["hf://buckets/me/run", "s3://bucket/run", "gs://bucket", "az://bucket"])
+@pytest.mark.parametrize("uri", ["s3://bucket/run", "gs://bucket", "az://bucket"])
 def test_stores_to_come_name_their_extra(uri):
-    with pytest.raises(StoreError, match=r"delta-weight-sync\[(hub|s3)\]"):
+    with pytest.raises(StoreError, match=r"delta-weight-sync\[s3\]"):
         open_store(uri)
 
 

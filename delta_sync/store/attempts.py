@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import TypeVar
 from delta_sync.errors import StoreError
 
 Result = TypeVar("Result")
+log = logging.getLogger(__name__)
 
 TRIES = 6
 FIRST_PAUSE = 0.25  # seconds; doubled from try to try
@@ -52,6 +54,7 @@ def retrying(deadline: Deadline, attempt: Callable[[], Result]) -> Result:
             wait = again.after + pause * random.uniform(0.5, 1.5)
             if number == TRIES or wait >= deadline.left:
                 raise again.error from again.__cause__
+            log.debug("again in %.2f s: %s", wait, again.error)
         time.sleep(wait)
         pause = min(2 * pause, LONGEST_PAUSE)
     raise AssertionError("unreachable")

@@ -212,8 +212,9 @@ class HubStore(Store):
             "POST", f"{self._client.api}/batch", deadline, doing=doing, expected=(200, 422),
             content=json.dumps(operation).encode() + b"\n", headers={"Content-Type": "application/x-ndjson"},
         ).json()  # fmt: skip
-        failed = answer.get("failed") or []
-        return "; ".join(str(failure.get("error", "no reason given"))[:200] for failure in failed)
+        if not isinstance(answer, dict) or not isinstance(answer.get("failed", []), list):
+            raise StoreError(doing, expected="which operations failed", got="something else", remedy="try again")
+        return "; ".join(str(failure)[:200] for failure in answer.get("failed", []))
 
     def _live_view(self) -> HubView | None:
         return self._view if self._view and self._view.answers else None

@@ -36,7 +36,7 @@ _CONFIG = {
     "client.retry_max_duration": "20s",
     "telemetry.enabled": False,
 }
-_SOMETIMES = (ConnectionError, TimeoutError, RuntimeError, OSError)  # hf_xet has no errors of its own for these
+_SOMETIMES = (OSError, RuntimeError, ValueError, OverflowError)  # what hf_xet raises; a ConnectionError is an OSError
 
 Kind = Literal["read", "write"]
 

@@ -13,9 +13,9 @@ def environment_server(port: int) -> list[str]:
     return [sys.executable, "-m", "examples.wordle.env_server", "--port", str(port)]
 
 
-def vllm_serve(args: argparse.Namespace, model: str, bucket: Path, port: int) -> list[str]:
+def vllm_serve(args: argparse.Namespace, model: str, bucket: str, port: int) -> list[str]:
     """`vllm serve` with our one flag; read-back is on because the demo compares the served bits in the end."""
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--delta-sync", str(bucket)]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--delta-sync", bucket]
     command += ["--delta-sync-config", json.dumps({"read_back": True})]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--uvicorn-log-level", "warning"]
     command += ["--max-model-len", str(args.context), "--max-num-seqs", str(args.generations + 1)]
@@ -25,7 +25,7 @@ def vllm_serve(args: argparse.Namespace, model: str, bucket: Path, port: int) ->
     return [*command, "--enforce-eager", "--max-num-batched-tokens", "64"]
 
 
-def train(args: argparse.Namespace, model: str, bucket: Path, output: Path, vllm: str, env: str) -> list[str]:
+def train(args: argparse.Namespace, model: str, bucket: str, output: Path, vllm: str, env: str) -> list[str]:
     settings = {
         "model": model,
         "vllm": vllm,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from functools import partial
@@ -41,10 +42,10 @@ class Demo:
 
     def __init__(self, args: argparse.Namespace, folder: Path, processes: Processes, display: Display) -> None:
         self.args, self.folder, self.processes, self.display = args, folder, processes, display
-        self.bucket, self.training = folder / "bucket", folder / "training"
+        self.bucket, self.training = os.environ.get("DELTA_SYNC_URI") or str(folder / "bucket"), folder / "training"
         self.ports = free_ports(2)
         self.env_url, self.server_url = (f"http://127.0.0.1:{port}" for port in self.ports)
-        self.ledger = Ledger(open_store(str(self.bucket)))
+        self.ledger = Ledger(open_store(self.bucket))
 
     def run(self) -> dict[str, Any]:
         started = time.time()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -163,6 +164,49 @@ def test_of_two_trainers_one_stops_before_it_publishes_anything(hub, uri):
     with pytest.raises(ConflictError, match="second publisher"):
         first.origin()
     assert list(claim.list("manifests/")) == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_trainers_started_together_never_make_a_fork_that_is_served(hub, bucket, tmp_path, seed):
+    """Their requests cross in every way; at most one goes on, and what it committed is the run from its origin on.
+
+    The origin may follow a version that the other one published before it was stopped, of another run's name even:
+    then it needs an anchor, which a publisher attaches where no replica has an origin's state.
+    """
+    uri = f"hf://buckets/{bucket}/{seed}"
+    hub.faults.add("delay", "batch", rate=0.5, seconds=0.2)
+    runs: list[TinyRun] = []
+    stopped: list[ConflictError] = []
+    together = threading.Barrier(2)
+
+    def train(name):
+        together.wait(10)
+        try:
+            run = TinyRun(open_store(uri), writer=name)
+            run.origin()
+            for _ in range(4):
+                run.delta()
+            runs.append(run)
+        except ConflictError as error:
+            stopped.append(error)
+
+    threads = [threading.Thread(target=train, args=(name,), daemon=True) for name in ("first", "second")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(runs) + len(stopped) == 2
+    assert stopped, "both went on"
+    assert all("publisher" in str(error) for error in stopped)
+    ledger = Ledger(open_store(uri))
+    for run in runs:
+        head = ledger.head()
+        chain = [head, *ledger.ancestors(head, head.version - 4)]
+        assert [manifest.kind for manifest in chain] == ["delta"] * 4 + ["origin"]
+        assert [manifest.sha256 for manifest in chain] == list(run.bits)[::-1], "a committed version was lost"
+        run.anchor(tmp_path / "anchor", chain[-1])
+        run.check(ledger.plan(None, None), None)
 
 
 def test_the_next_trainer_continues_what_the_last_one_published(hub, uri, replica):

@@ -376,3 +376,38 @@ def test_a_forked_child_opens_connections_of_its_own(hub, store):
 def _read_and_write(store):
     assert store.get("a", max_bytes=len(DATA)) == DATA
     store.put("b", DATA[::-1])
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("where", "headers", "text"),
+    [
+        ("batch", JSON, "[]"),
+        ("batch", JSON, '{"failed": 1}'),
+        ("tree", JSON, '{"a": 1}'),
+        ("tree", JSON, '[{"type": "file", "path": "run/x"}]'),
+        ("tree", JSON, "[1]"),
+        ("tree", JSON, '[{"type": "file", "path": "run/x", "size": "many", "xetHash": 1}]'),
+        ("tree", {**JSON, "Link": '<http://other.invalid/more>; rel="next"'}, "[]"),
+        ("xet-write-token", JSON, '{"casUrl": "nowhere", "exp": 99999999999, "accessToken": "x"}'),
+        ("xet-read-token", JSON, "null"),
+        ("xet-read-token", JSON, '{"casUrl": "http://127.0.0.1:1", "exp": 99999999999, "accessToken": "x"}'),
+        ("resolve", {}, ""),
+        ("resolve", {"X-Xet-Hash": "../../etc", "X-Linked-Size": "5"}, ""),
+        ("resolve", {"X-Xet-Hash": "0" * 64, "X-Linked-Size": "-5"}, ""),
+        ("resolve", {"X-Xet-Hash": "ab" * 32, "X-Linked-Size": "99999999999999999999999"}, ""),
+        ("reconstructions", JSON, '{"terms": 5}'),
+        ("GET /cas/xorbs", {}, "not a xorb"),
+    ],
+)
+def test_an_answer_that_makes_no_sense_is_one_of_our_errors(hub, uri, where, headers, text):
+    quick(uri, 5).put("a", DATA[:2000])
+    hub.faults.add("status", where, status=200, headers=headers, text=text)
+    store = quick(uri, 5)
+    with pytest.raises((StoreError, IntegrityError)) as caught:
+        store.put("b", DATA[2000:4000])
+        store.get("a", max_bytes=10**6)
+        list(store.list(""))
+    assert "hf_test" not in str(caught.value)

@@ -15,12 +15,16 @@ Kind = Literal["status", "delay", "drop", "drop after", "stall", "flip", "stale"
 
 @dataclass
 class Fault:
-    """One rule. ``drop`` closes the connection unanswered, ``drop after`` does so once the request was carried out,
-    ``stall`` keeps it open, ``flip`` changes one byte of the answer, ``stale`` answers a listing from
-    ``seconds`` ago, ``fail some`` lets a batch fail for the paths that match ``text``."""
+    """One rule: ``times`` (None: always) and with probability ``rate``, where ``where`` is found in "METHOD /path".
+
+    ``status`` answers with it, ``headers`` and ``text``; ``delay`` waits ``seconds``, ``stall`` does so and answers
+    nothing; ``drop`` closes the connection, ``drop after`` does so once the request was carried out; ``flip`` changes
+    a bit of the answer; ``stale`` lists what there was ``seconds`` ago; ``fail some`` fails the paths that match
+    ``text`` in a batch.
+    """
 
     kind: Kind
-    where: str  # a regular expression on "METHOD /path"
+    where: str
     times: int | None = None
     rate: float = 1.0
     status: int = 500

@@ -88,7 +88,7 @@ class TestHub:
 
     def _early(self, fault: Fault) -> Answer | object | None:
         if fault.kind == "status":
-            return Answer(fault.status, b"injected", dict(fault.headers))
+            return Answer(fault.status, fault.text.encode() or b"injected", dict(fault.headers))
         if fault.kind == "drop":
             return None
         if fault.kind in ("delay", "stall"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 import time
@@ -165,14 +166,13 @@ def _send(commit: Any, source: bytes | Path) -> XetFile:
 
 def _collect(stream: Any, length: int, deadline: Deadline) -> bytes:
     """At most a little more than ``length`` bytes: a server that sends without end is not listened to."""
-    parts, got = [], 0
+    buffer = io.BytesIO()  # hands its bytes out without another copy of what may be gigabytes
     for part in stream:
-        parts.append(part)
-        got += len(part)
-        if got > length or deadline.left <= 0:
+        buffer.write(part)
+        if buffer.tell() > length or deadline.left <= 0:
             stream.cancel()
             break
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    return buffer.getvalue()
 
 
 def _failed(doing: str, error: BaseException) -> StoreError:

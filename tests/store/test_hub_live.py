@@ -17,10 +17,9 @@ import pytest
 from delta_sync.store import open_store
 from delta_sync.testing.store_conformance import StoreConformance
 
-pytestmark = [
-    pytest.mark.skipif("DELTA_SYNC_HUB_LIVE" not in os.environ, reason="needs a token: make test-hub-live"),
-    pytest.mark.timeout(900),
-]
+if "DELTA_SYNC_HUB_LIVE" not in os.environ:
+    pytest.skip("needs a token: make test-hub-live", allow_module_level=True)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")

@@ -403,9 +403,9 @@ JSON = {"Content-Type": "application/json"}
     ],
 )
 def test_an_answer_that_makes_no_sense_is_one_of_our_errors(hub, uri, where, headers, text):
-    quick(uri, 5).put("a", DATA[:2000])
+    quick(uri, 20).put("a", DATA[:2000])
     hub.faults.add("status", where, status=200, headers=headers, text=text)
-    store = quick(uri, 5)
+    store = quick(uri, 2)
     with pytest.raises((StoreError, IntegrityError)) as caught:
         store.put("b", DATA[2000:4000])
         store.get("a", max_bytes=10**6)

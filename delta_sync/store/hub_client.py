@@ -74,14 +74,11 @@ class HubClient:
 
     @contextmanager
     def stream(self, url: str, params: Mapping[str, str], silence: float, doing: str) -> Iterator[httpx2.Response]:
-        """A response read as it comes, StoreError or Again if refused; httpx2.HTTPError after ``silence`` seconds."""
+        """A response of any status, read as it comes; httpx2.HTTPError after ``silence`` seconds without a byte."""
         self._wait_for_budget(url, Deadline(RATE_WINDOW), doing)
         timeout = httpx2.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS, read=silence)
         headers = {**self.headers(), "Accept": "text/event-stream"}
         with self._client().stream("GET", url, params=params, headers=headers, timeout=timeout) as response:
-            if response.status_code != 200:
-                response.read()
-                raise self.refusal(response, doing)
             yield response
 
     def headers(self) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import random
 import threading
@@ -44,9 +45,9 @@ class HubView:
         self._lock = threading.Lock()
         self._files: dict[str, XetFile] = {}
         self._touched: dict[str, float] = {}  # when an event or a write of our own last said something of a path
-        self._fresh = -float("inf")
-        self._next_listing = -float("inf")
-        self._feed_refused = -float("inf")
+        self._fresh = -math.inf
+        self._next_listing = -math.inf
+        self._feed_refused = -math.inf
         self._cursor: str | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="delta-sync-hub-view", daemon=True)
@@ -108,61 +109,61 @@ class HubView:
 
     def _session(self) -> bool:
         """One connection to the feed, until it ends; whether it was of use."""
-        ready = False
         params = {"cursor": self._cursor} if self._cursor else {}
+        with self._client.stream(f"{self._client.api}/events", params, SILENCE_SECONDS, self._doing) as response:
+            return self._accepted(response) and self._listen(_events(response.iter_lines()))
+
+    def _accepted(self, response: httpx2.Response) -> bool:
+        """Whether this is a feed; if not, what to do next is set, or StoreError or Again raised."""
+        is_feed = response.headers.get("content-type", "").startswith("text/event-stream")
+        if response.status_code == 200 and is_feed:
+            return True
+        if response.status_code in (200, *_NO_FEED):
+            log.info("%s has no event feed for this token, it is listed every %g s", self._client.bucket, POLL_SECONDS)
+            self._feed_refused = time.monotonic()
+        elif response.status_code == 400 and self._cursor:
+            self._forget_cursor()
+        else:
+            response.read()
+            raise self._client.refusal(response, self._doing)
+        return False
+
+    def _listen(self, events: Iterator[tuple[str, dict[str, Any]]]) -> bool:
+        """Take what the feed says until it ends; whether it ever got as far as being live."""
+        ready = False
         try:
-            with self._client.stream(f"{self._client.api}/events", params, SILENCE_SECONDS, self._doing) as response:
-                if not response.headers.get("content-type", "").startswith("text/event-stream"):
-                    self._feed_refused = time.monotonic()
-                    return ready
-                for name, payload in _events(response.iter_lines()):
-                    if self._stop.is_set():
-                        return ready
-                    if name == "reset":
-                        self._forget_cursor()
-                        return True
-                    self._take(name, payload)
-                    ready = ready or name == "ready"
-                    if ready:
-                        if self._fresh > -float("inf"):
-                            self._fresh = time.monotonic()
-                        self._list_if_due()
-                    if name == "reconnect":
-                        return True
-        except StoreError as error:
-            self._refused(error)
-        except httpx2.HTTPError as error:  # an end without a word, or silence: look whether anything was missed
+            for name, payload in events:
+                self._take(name, payload)
+                if name == "reset":
+                    self._forget_cursor()
+                if self._stop.is_set() or name in ("reset", "reconnect"):
+                    return True
+                ready = ready or name == "ready"
+                if ready:
+                    if self._fresh > -math.inf:
+                        self._fresh = time.monotonic()
+                    self._list_if_due()
+        except httpx2.HTTPError as error:  # silence, or an end without a word: something may have been missed
             log.debug("the feed of %s ended: %s", self._client.bucket, error)
             self._next_listing = min(self._next_listing, time.monotonic() + SILENCE_SECONDS)
         return ready
 
-    def _refused(self, error: StoreError) -> None:
-        """No feed here, or a cursor that it does not know."""
-        status = str(error.got).partition(":")[0].removeprefix("status ")
-        if status.isdigit() and int(status) in _NO_FEED:
-            log.info("%s has no event feed for this token, it is listed every %g s", self._client.bucket, POLL_SECONDS)
-            self._feed_refused = time.monotonic()
-        elif self._cursor:
-            self._forget_cursor()
-        else:
-            raise error
-
     def _forget_cursor(self) -> None:
-        self._cursor, self._next_listing = None, -float("inf")
+        self._cursor, self._next_listing = None, -math.inf
 
     def _take(self, name: str, payload: dict[str, Any]) -> None:
         if isinstance(payload.get("cursor"), str):
             self._cursor = payload["cursor"]
         if name != "changes" or not isinstance(payload.get("changes"), list):
             return
-        for change in payload["changes"]:
+        for change in (change for change in payload["changes"] if isinstance(change, dict)):
             path, op = change.get("path", ""), change.get("op")
             if op == "delete":
                 self.note(path, None)
             elif (file := self._described(change)) is not None:
                 self.note(path, file)
             elif op == "add":  # without its hash, which this token may not read: the next listing has it
-                self._next_listing = -float("inf")
+                self._next_listing = -math.inf
 
     def _described(self, change: dict[str, Any]) -> XetFile | None:
         """The file after a change, which leaves out what stayed as it was."""

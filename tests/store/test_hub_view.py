@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from delta_sync.store import hub_view, open_store
+from delta_sync.store.hub_xet import XetFile
 
 
 def until(true, seconds=15.0):
@@ -150,3 +151,22 @@ def test_a_view_that_does_not_answer_is_no_reason_to_ask_ten_times_a_second(hub,
     assert hub.counts()["resolver"] <= 2
     replica.put("a", b"2")
     assert replica.get("a", max_bytes=1) == b"2"  # what it wrote itself it sees at once
+
+
+def test_what_the_feed_may_say_is_taken_or_left(hub, writer, replica, bucket):
+    """Directed ends, unknown events, nonsense: the next connection goes on after the last cursor."""
+    follow(replica)
+    view = replica._view
+    added = '{"path": "run/a", "op": "add", "size": 3, "xetHash": "ab"}'
+    lines = [
+        "event: changes", 'data: {"cursor": "7", "changes": [1, {"path": "run/a",', "",
+        "event: changes", f'data: {{"cursor": "7", "changes": [1, {{}}, {added}]}}', "",
+        "event: changes", 'data: {"cursor": "8", "changes": [{"path": "run/a", "op": "update", "xetHash": "cd"}]}', "",
+        "event: changes", f'data: {{"cursor": "9", "changes": [{added.replace("run/a", "elsewhere")}]}}', "",
+        ": ping", "", "event: new-kind", "data: {}", "", "event: reconnect", 'data: {"cursor": "12"}', "",
+        "event: changes", 'data: {"cursor": "13", "changes": [{"path": "run/a", "op": "delete"}]}', "",
+    ]  # fmt: skip
+    assert view._listen(hub_view._events(iter(lines)))
+    assert view.find("run/a") == XetFile("cd", 3)
+    assert view.find("elsewhere") is None
+    assert view._cursor == "12"

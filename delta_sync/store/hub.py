@@ -118,7 +118,7 @@ class HubStore(Store):
 
     def follow(self) -> None:
         """Listen to the bucket's events and answer reads from what they say: no requests while nothing changes."""
-        if self._live_view() is None:
+        if self._view is None or not self._view.runs:
             self._view = view = HubView(self._client, self._top)
             view.start()
             weakref.finalize(self, view.stop)
@@ -208,13 +208,16 @@ class HubStore(Store):
 
     def _batch(self, operation: dict[str, object], deadline: Deadline, doing: str) -> str:
         """Send one operation; why it failed, or nothing. The Hub may say 200 to a batch whose operations failed."""
-        answer = self._client.call(
+        response = self._client.call(
             "POST", f"{self._client.api}/batch", deadline, doing=doing, expected=(200, 422),
             content=json.dumps(operation).encode() + b"\n", headers={"Content-Type": "application/x-ndjson"},
-        ).json()  # fmt: skip
-        if not isinstance(answer, dict) or not isinstance(answer.get("failed", []), list):
-            raise StoreError(doing, expected="which operations failed", got="something else", remedy="try again")
-        return "; ".join(str(failure)[:200] for failure in answer.get("failed", []))
+        )  # fmt: skip
+        try:
+            failed = "; ".join(str(failure)[:200] for failure in response.json().get("failed") or ())
+            return failed or ("status 422" if response.status_code == 422 else "")
+        except (ValueError, TypeError, AttributeError) as error:
+            what = "which operations failed"
+            raise StoreError(doing, expected=what, got="something else", remedy="look again, then decide") from error
 
     def _live_view(self) -> HubView | None:
         return self._view if self._view and self._view.answers else None

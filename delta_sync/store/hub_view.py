@@ -61,10 +61,15 @@ class HubView:
         self._stop.set()
 
     @property
+    def runs(self) -> bool:
+        """Whether its thread does; in a forked child it does not."""
+        return self._thread.is_alive() and self._pid == os.getpid()
+
+    @property
     def answers(self) -> bool:
-        """Whether what it knows is fresh enough to be used; never in a forked child, which has no such thread."""
+        """Whether what it knows is fresh enough to be used."""
         fresh = time.monotonic() - self._fresh < STALE_SECONDS
-        return fresh and not self._stop.is_set() and self._pid == os.getpid()
+        return fresh and not self._stop.is_set() and self.runs
 
     def find(self, path: str) -> XetFile | None:
         """The file behind a path."""

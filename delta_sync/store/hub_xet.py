@@ -116,8 +116,9 @@ class XetTransfer:
         access = self._accesses.get(kind)
         if access is None or access.until - time.time() < _EARLY:
             url = f"{self._client.api}/xet-{kind}-token"
-            answer = self._client.call("GET", url, deadline, doing=f"{doing}: {kind} token").json()
+            response = self._client.call("GET", url, deadline, doing=f"{doing}: {kind} token")
             try:
+                answer = response.json()
                 access = _Access(str(answer["casUrl"]), str(answer["accessToken"]), int(answer["exp"]))
             except (KeyError, TypeError, ValueError) as error:
                 raise StoreError(doing, expected="an access token for Xet", got="something else") from error

@@ -385,6 +385,9 @@ JSON = {"Content-Type": "application/json"}
     ("where", "headers", "text"),
     [
         ("batch", JSON, "[]"),
+        ("batch", {}, "<html>a proxy's page</html>"),
+        ("tree", {}, "<html>a proxy's page</html>"),
+        ("xet-write-token", {}, "<html>a proxy's page</html>"),
         ("batch", JSON, '{"failed": 1}'),
         ("tree", JSON, '{"a": 1}'),
         ("tree", JSON, '[{"type": "file", "path": "run/x"}]'),

@@ -36,6 +36,6 @@ def hub(running_hub, monkeypatch):
 
 
 @pytest.fixture
-def bucket(hub):
+def hub_bucket(hub):
     """The id of an empty bucket of its own."""
     return hub.new_bucket(f"org/{uuid.uuid4().hex[:12]}")

@@ -11,9 +11,9 @@ from helpers.tiny_models import build
 
 
 @pytest.fixture
-def served(hub, bucket, tmp_path):
+def served(hub, hub_bucket, tmp_path):
     """(trainer, server) on one bucket, before the first version."""
-    base, uri = build(tmp_path / "base"), f"hf://buckets/{bucket}/run"
+    base, uri = build(tmp_path / "base"), f"hf://buckets/{hub_bucket}/run"
     args = ("--delta-sync", uri, "--delta-sync-config", '{"replica": "box"}')
     with VllmServer(base, tmp_path / "server.log", args) as server:
         yield Publisher.of_checkpoint(uri, base), server

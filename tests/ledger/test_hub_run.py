@@ -32,8 +32,8 @@ ALL_FAULTS = (
 
 
 @pytest.fixture
-def uri(bucket):
-    return f"hf://buckets/{bucket}/run"
+def uri(hub_bucket):
+    return f"hf://buckets/{hub_bucket}/run"
 
 
 @pytest.fixture
@@ -167,13 +167,13 @@ def test_of_two_trainers_one_stops_before_it_publishes_anything(hub, uri):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_two_trainers_started_together_never_make_a_fork_that_is_served(hub, bucket, tmp_path, seed):
+def test_two_trainers_started_together_never_make_a_fork_that_is_served(hub, hub_bucket, tmp_path, seed):
     """Their requests cross in every way; at most one goes on, and what it committed is the run from its origin on.
 
     The origin may follow a version that the other one published before it was stopped, of another run's name even:
     then it needs an anchor, which a publisher attaches where no replica has an origin's state.
     """
-    uri = f"hf://buckets/{bucket}/{seed}"
+    uri = f"hf://buckets/{hub_bucket}/{seed}"
     hub.faults.add("delay", "batch", rate=0.5, seconds=0.2)
     runs: list[TinyRun] = []
     stopped: list[ConflictError] = []

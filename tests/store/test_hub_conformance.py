@@ -10,14 +10,14 @@ from delta_sync.testing.store_conformance import StoreConformance
 
 class TestHubStore(StoreConformance):
     @pytest.fixture
-    def store(self, bucket):
-        return open_store(f"hf://buckets/{bucket}/some/run")
+    def store(self, hub_bucket):
+        return open_store(f"hf://buckets/{hub_bucket}/some/run")
 
 
 class TestFollowingHubStore(StoreConformance):
     @pytest.fixture
-    def store(self, bucket):
-        store = open_store(f"hf://buckets/{bucket}")
+    def store(self, hub_bucket):
+        store = open_store(f"hf://buckets/{hub_bucket}")
         store.follow()
         yield store
         store.close()

@@ -20,8 +20,8 @@ DATA = os.urandom(300_000)
 
 
 @pytest.fixture
-def uri(bucket):
-    return f"hf://buckets/{bucket}/run"
+def uri(hub_bucket):
+    return f"hf://buckets/{hub_bucket}/run"
 
 
 @pytest.fixture
@@ -37,10 +37,10 @@ def quick(uri, seconds):
 # --- beside the stock client
 
 
-def test_what_is_sent_is_what_the_stock_client_sends(hub, bucket, store):
+def test_what_is_sent_is_what_the_stock_client_sends(hub, hub_bucket, store):
     """One batch call of ours and one of HfApi's, header by header and field by field."""
     HfApi(endpoint=hub.url, token="hf_test_write").batch_bucket_files(
-        bucket, add=[(DATA, "run/a.json")], delete=["run/a.json"]
+        hub_bucket, add=[(DATA, "run/a.json")], delete=["run/a.json"]
     )
     stock = _batch(hub)
     store.put("a.json", DATA)
@@ -61,12 +61,12 @@ def _batch(hub):
     return found[-1]
 
 
-def test_each_reads_what_the_other_wrote(hub, bucket, store, tmp_path):
+def test_each_reads_what_the_other_wrote(hub, hub_bucket, store, tmp_path):
     api = HfApi(endpoint=hub.url, token="hf_test_write")
-    api.batch_bucket_files(bucket, add=[(DATA, "run/theirs")])
+    api.batch_bucket_files(hub_bucket, add=[(DATA, "run/theirs")])
     assert store.get("theirs", max_bytes=len(DATA)) == DATA
     store.put("ours", DATA[::-1])
-    api.download_bucket_files(bucket, [("run/ours", str(tmp_path / "ours"))])
+    api.download_bucket_files(hub_bucket, [("run/ours", str(tmp_path / "ours"))])
     assert (tmp_path / "ours").read_bytes() == DATA[::-1]
 
 
@@ -94,9 +94,9 @@ def test_requests_for_each_operation(hub, store):
     }  # fmt: skip
 
 
-def test_listing_has_pages_and_begins_where_asked(hub, bucket, store):
+def test_listing_has_pages_and_begins_where_asked(hub, hub_bucket, store):
     HfApi(endpoint=hub.url, token="hf_test_write").batch_bucket_files(
-        bucket, add=[(b"%d" % n, f"run/m/{n:04d}") for n in range(350)]
+        hub_bucket, add=[(b"%d" % n, f"run/m/{n:04d}") for n in range(350)]
     )
     store.put("n", b"")
     hub.forget()
@@ -119,13 +119,13 @@ def test_listing_has_pages_and_begins_where_asked(hub, bucket, store):
         ("hf_test_write", "org/nothing-there", "hf buckets create org/nothing-there"),
     ],
 )
-def test_refusals_name_the_remedy_and_never_the_token(hub, bucket, monkeypatch, token, bucket_id, says):
-    hub.api.buckets[bucket].private = True
+def test_refusals_name_the_remedy_and_never_the_token(hub, hub_bucket, monkeypatch, token, bucket_id, says):
+    hub.api.buckets[hub_bucket].private = True
     if token:
         monkeypatch.setenv("HF_TOKEN", token)
     else:
         monkeypatch.delenv("HF_TOKEN")
-    store = open_store(f"hf://buckets/{bucket_id or bucket}")
+    store = open_store(f"hf://buckets/{bucket_id or hub_bucket}")
     started = time.monotonic()
     with pytest.raises(StoreError) as caught:
         store.put("a", b"x")
@@ -286,9 +286,9 @@ def test_an_object_larger_than_asked_for_is_not_downloaded(hub, store):
     assert hub.counts()["cas"] == 0
 
 
-def test_content_that_the_storage_lost(hub, store, bucket):
+def test_content_that_the_storage_lost(hub, store, hub_bucket):
     store.put("a", DATA)
-    lost = hub.api.buckets[bucket].files["run/a"].xet_hash
+    lost = hub.api.buckets[hub_bucket].files["run/a"].xet_hash
     terms = hub.cas.files.pop(lost)
     started = time.monotonic()
     with pytest.raises(StoreError, match="a path without content"):
@@ -336,9 +336,9 @@ def test_other_hub_uris_are_refused(uri):
         open_store(uri)
 
 
-def test_the_uri_may_end_in_a_slash(bucket, hub):
-    open_store(f"hf://buckets/{bucket}/run/").put("a", b"1")
-    assert open_store(f"hf://buckets/{bucket}").get("run/a", max_bytes=1) == b"1"
+def test_the_uri_may_end_in_a_slash(hub_bucket, hub):
+    open_store(f"hf://buckets/{hub_bucket}/run/").put("a", b"1")
+    assert open_store(f"hf://buckets/{hub_bucket}").get("run/a", max_bytes=1) == b"1"
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch):

@@ -20,8 +20,8 @@ def until(true, seconds=15.0):
 
 
 @pytest.fixture
-def uri(bucket):
-    return f"hf://buckets/{bucket}/run"
+def uri(hub_bucket):
+    return f"hf://buckets/{hub_bucket}/run"
 
 
 @pytest.fixture
@@ -64,11 +64,11 @@ def test_changes_arrive_by_the_feed_and_cost_the_hub_nothing(hub, writer, replic
     assert hub.counts()["cas"] <= 4  # the second download is believed; from then on memory answers
 
 
-def test_a_lost_event_is_made_good_by_the_next_listing(hub, writer, replica, bucket, monkeypatch):
+def test_a_lost_event_is_made_good_by_the_next_listing(hub, writer, replica, hub_bucket, monkeypatch):
     monkeypatch.setattr(hub_view, "RECONCILE_SECONDS", 1.0)
     monkeypatch.setattr(hub_view, "TRUSTED_SECONDS", 0.5)
     follow(replica)
-    files = hub.api.buckets[bucket].files
+    files = hub.api.buckets[hub_bucket].files
     writer.put("a", b"1")
     until(lambda: sees(replica, "a", b"1"))
     files["run/lost"] = replace(files.pop("run/a"), path="run/lost")  # behind the feed's back
@@ -99,14 +99,14 @@ def test_a_dropped_feed_is_taken_up_where_it_was(hub, writer, replica):
     assert not any("tree" in line for _, line in hub.asked)  # resumed, not listed
 
 
-def test_a_cursor_too_old_means_listing_again(hub, writer, replica, bucket):
+def test_a_cursor_too_old_means_listing_again(hub, writer, replica, hub_bucket):
     follow(replica)
     writer.put("a", b"1")
     until(lambda: sees(replica, "a", b"1"))
     hub.api.serves_events = False  # long enough to miss more than the Hub replays
     hub.drop_feeds()
     writer.put("b", b"2")
-    hub.api.buckets[bucket].forgotten = 10**6
+    hub.api.buckets[hub_bucket].forgotten = 10**6
     hub.forget()
     replica._view._feed_refused = -1e9
     hub.api.serves_events = True
@@ -153,7 +153,7 @@ def test_a_view_that_does_not_answer_is_no_reason_to_ask_ten_times_a_second(hub,
     assert replica.get("a", max_bytes=1) == b"2"  # what it wrote itself it sees at once
 
 
-def test_what_the_feed_may_say_is_taken_or_left(hub, writer, replica, bucket):
+def test_what_the_feed_may_say_is_taken_or_left(hub, writer, replica, hub_bucket):
     """Directed ends, unknown events, nonsense: the next connection goes on after the last cursor."""
     follow(replica)
     view = replica._view

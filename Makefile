@@ -5,7 +5,7 @@ BACKEND ?= auto
 OLDEST  ?= .venv-oldest
 PY      := $(VENV)/bin/python
 
-.PHONY: demo test test-long test-oldest check bench setup clean
+.PHONY: demo test test-long test-oldest test-hub-live check bench setup clean
 
 setup:
 	@$(PYTHON) scripts/setup_env.py $(VENV) --backend $(BACKEND)
@@ -25,6 +25,10 @@ test-oldest:
 	@$(PYTHON) scripts/setup_env.py $(OLDEST) --backend cpu --vllm 0.27.0 --trl 1.11.0
 	$(OLDEST)/bin/python -m pytest -m "not long and not gpu" \
 		tests/worker/test_worker_updates.py tests/engine tests/trainer/test_trainers.py tests/trainer/test_rollout_client.py
+
+# The store's contract on the real Hub, in a private bucket of the account that HF_TOKEN or `hf auth login` names.
+test-hub-live: setup
+	DELTA_SYNC_HUB_LIVE=1 $(PY) -m pytest tests/store/test_hub_live.py -s $(ARGS)
 
 check: setup
 	$(PY) -m ruff check .

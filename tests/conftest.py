@@ -1,6 +1,12 @@
-"""Makes tests/helpers importable as ``helpers`` from every test folder; an S3 server for those that ask for it."""
+"""Makes tests/helpers importable as ``helpers`` from every test folder; lends an S3 server and a Hub to a run's tests.
+
+hf_xet keeps one cache for each process, which must not outlive the server it was filled from: hence one Hub.
+"""
 
 from __future__ import annotations
+
+import uuid
+from importlib.metadata import version
 
 import pytest
 from helpers.fault_proxy import FaultProxy
@@ -25,3 +31,33 @@ def proxy(moto, monkeypatch):
 @pytest.fixture
 def bucket(moto):
     return new_bucket(moto)
+
+
+@pytest.fixture(scope="session")
+def running_hub(tmp_path_factory):
+    if version("huggingface_hub").split(".")[0] == "1":
+        pytest.skip("huggingface_hub 1.x, as the oldest supported vLLM takes it: the hub extra needs 2.4")
+    from helpers.hub import TestHub
+
+    home = tmp_path_factory.mktemp("hf-home")
+    with pytest.MonkeyPatch.context() as patch, TestHub() as hub:
+        patch.setenv("HF_HOME", str(home))
+        patch.setenv("HF_XET_CACHE", str(home / "xet"))
+        patch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        yield hub
+
+
+@pytest.fixture
+def hub(running_hub, monkeypatch):
+    """The Hub without faults, as HF_ENDPOINT and HF_TOKEN name it."""
+    monkeypatch.setenv("HF_ENDPOINT", running_hub.url)
+    monkeypatch.setenv("HF_TOKEN", "hf_test_write")
+    running_hub.reset()
+    yield running_hub
+    running_hub.reset()
+
+
+@pytest.fixture
+def hub_bucket(hub):
+    """The id of an empty bucket of its own."""
+    return hub.new_bucket(f"org/{uuid.uuid4().hex[:12]}")

@@ -54,6 +54,7 @@ class Coordinator:
 
     def start(self) -> None:
         """Begin to follow the run."""
+        self._ledger.store.follow()
         self._thread.start()
         self._clock.start()
 

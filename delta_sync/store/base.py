@@ -59,6 +59,13 @@ class Store(ABC):
     def delete(self, key: str) -> None:
         """Remove one object; removing a missing one is not an error."""
 
+    def follow(self) -> None:  # noqa: B027 - to do nothing is right for most stores
+        """Say that this reader will look often, as a replica does.
+
+        A store that is told of changes may from then on answer reads from what it was told, some minutes late at most
+        where a message was lost; writers, who must see what is there now, do not follow. Other stores do nothing.
+        """
+
 
 def check_range(key: str, size: int, start: int, length: int) -> None:
     """IntegrityError unless an object of ``size`` bytes has ``length`` bytes from ``start``."""

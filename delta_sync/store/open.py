@@ -8,12 +8,14 @@ from urllib.parse import unquote
 
 from delta_sync.errors import StoreError
 from delta_sync.store.base import Store
+from delta_sync.store.hub_uri import EXPECTED as HUB_EXPECTED
+from delta_sync.store.hub_uri import parse_hub_place
 from delta_sync.store.local import LocalStore
 from delta_sync.store.memory import MemoryStore
 from delta_sync.store.object_client import check_installed, split_uri
 
-_EXTRAS = {"hf": "hub"}
 OBJECT_STORES = ("s3", "gs", "az")
+EXPECTED = f"a path, file:///path, s3://, gs:// or az:// with bucket/prefix, {HUB_EXPECTED} or memory://name"
 _WITH_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:/*)(.*)", re.DOTALL)
 
 
@@ -27,6 +29,8 @@ def open_store(uri: str) -> Store:
         return ObjectStore(uri)
     if scheme == "memory":
         return MemoryStore(rest)
+    if scheme == "hf":
+        return _open_hub(uri, rest)
     return LocalStore(unquote(rest) if scheme == "file" else uri)
 
 
@@ -35,20 +39,31 @@ def check_uri(uri: str) -> None:
     scheme, colon, rest = uri.partition("://")
     if not colon and _WITH_SCHEME.match(uri):
         raise _refused(uri, "a scheme without //", "check the URI's spelling; a folder of that name is ./NAME")
-    if scheme in _EXTRAS and colon:
-        extra = f"it will come with delta-weight-sync[{_EXTRAS[scheme]}], which is not built yet: use a folder"
-        raise _refused(uri, f"{scheme}://", extra)
     if scheme in OBJECT_STORES and colon:
         split_uri(uri)
         check_installed(scheme)
+        return
+    if scheme == "hf" and colon:
+        if parse_hub_place(rest) is None:
+            raise _refused(uri, "no bucket's name", "`hf buckets create ORG/NAME` makes a bucket", HUB_EXPECTED)
         return
     known = (scheme == "file" and rest.startswith("/")) or (scheme == "memory" and rest) if colon else uri.strip()
     if not known:
         raise _refused(uri, scheme or "nothing", "check the URI's spelling")
 
 
-def _refused(uri: str, got: str, remedy: str) -> StoreError:
-    expected = "a path, file:///path, s3://, gs:// or az:// with bucket/prefix, or memory://name"
+def _open_hub(uri: str, rest: str) -> Store:
+    place = parse_hub_place(rest)
+    assert place is not None  # check_uri
+    try:
+        from delta_sync.store.hub import HubStore
+    except ImportError as error:
+        extra = "pip install 'delta-weight-sync[hub]'"
+        raise _refused(uri, str(error), extra, "huggingface_hub and hf_xet") from error
+    return HubStore(place)
+
+
+def _refused(uri: str, got: str, remedy: str, expected: str = EXPECTED) -> StoreError:
     return StoreError(f"store {redact_uri(uri)!r}", expected=expected, got=got, remedy=remedy)
 
 

@@ -100,3 +100,13 @@ def test_a_signal_ends_everything(begin, tmp_path):
     demo.send_signal(signal.SIGTERM)
     _, err = demo.communicate(timeout=30)
     assert demo.returncode == 130 and "every process was ended" in err
+
+
+def test_a_run_in_a_bucket_of_the_hub(begin, hub, hub_bucket, monkeypatch):
+    monkeypatch.setenv("DELTA_SYNC_URI", f"hf://buckets/{hub_bucket}/wordle")
+    demo = begin()
+    out, err = demo.communicate(timeout=240)
+    assert demo.returncode == 0, err
+    summary = json.loads(out)
+    assert summary["failed"] == [] and summary["versions"] == 8 and summary["bit_exact"] is True
+    assert any(path.startswith("wordle/manifests/") for path in hub.api.buckets[hub_bucket].files)

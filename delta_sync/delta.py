@@ -33,7 +33,7 @@ def _diff(old: Any, new: Any, sign: Any, flip: Any) -> Any:
     found = np.uint64(0)  # unsigned indices spare the loop numba's handling of negative ones
     for start in range(0, size, _BLOCK):
         stop = min(start + _BLOCK, size)
-        if start < whole and not _differs(old[start:stop], new[start:stop]):
+        if start < whole and not differs(old[start:stop], new[start:stop]):
             continue
         if found + np.uint64(_BLOCK) > np.uint64(capacity):
             capacity *= 2
@@ -49,7 +49,7 @@ def _diff(old: Any, new: Any, sign: Any, flip: Any) -> Any:
 
 
 @compiled
-def _differs(old: Any, new: Any) -> Any:
+def differs(old: Any, new: Any) -> Any:
     """Whether one whole block differs: a fixed length and an accumulator of the element's width vectorize."""
     any_bit = old.dtype.type(0)
     for i in range(_BLOCK):

@@ -54,7 +54,7 @@ def test_a_training_steps_changes_are_measured(compute):
     config = transformers.LlamaConfig(vocab_size=100, num_key_value_heads=2, tie_word_embeddings=True, **sizes)
     model = transformers.LlamaForCausalLM(config).float()
     tokens = [i * i % 100 for i in range(500)]
-    steps = list(real_deltas.train(model, tokens, 3e-4, 2, getattr(torch, compute)))
+    steps = list(real_deltas.train(model, tokens, real_deltas.Recipe(3e-4), 2, getattr(torch, compute)))
     assert [c.shape for c in steps[0]] == [tuple(p.shape) for p in model.parameters()]
     after = dict(model.named_parameters())
     for first, last in zip(*steps, strict=True):

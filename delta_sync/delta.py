@@ -88,7 +88,7 @@ def diff(name: str, dtype: DType, shape: Sequence[int], old_bits: Bits, new_bits
 
     FormatError if either has another element type or size.
     """
-    old, new = _flat(name, dtype, shape, old_bits), _flat(name, dtype, shape, new_bits)
+    old, new = flat(name, dtype, shape, old_bits), flat(name, dtype, shape, new_bits)
     positions, steps = _diff(old, new, *masks(dtype))
     return TensorDelta(name, dtype, tuple(shape), "ulp", positions, steps)
 
@@ -126,7 +126,8 @@ def apply(delta: TensorDelta, bits: Bits) -> None:
         _step_in_place(flat, delta.positions, delta.values, *masks(delta.dtype))
 
 
-def _flat(name: str, dtype: DType, shape: Sequence[int], bits: Bits) -> Bits:
+def flat(name: str, dtype: DType, shape: Sequence[int], bits: Bits) -> Bits:
+    """A tensor's carrier bits as one contiguous row; FormatError for another element type or size."""
     if bits.dtype != dtype.carrier or bits.size != math.prod(shape):
         expected = f"{dtype.carrier} of shape {list(shape)}"
         raise FormatError(f"bits of {name}", expected=expected, got=f"{bits.dtype} {list(bits.shape)}")

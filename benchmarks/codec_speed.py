@@ -36,7 +36,9 @@ def xor_encode(step: Step) -> list[bytes]:
 
 def xor_decode(data: list[bytes], step: Step) -> list[np.ndarray]:
     coder = zstandard.ZstdDecompressor()
-    return [np.bitwise_xor(np.frombuffer(coder.decompress(f), np.uint16), c.old) for f, c in zip(data, step, strict=True)]
+    return [
+        np.bitwise_xor(np.frombuffer(coder.decompress(f), np.uint16), c.old) for f, c in zip(data, step, strict=True)
+    ]
 
 
 def context_encode(step: Step) -> bytes:

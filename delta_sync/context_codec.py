@@ -95,7 +95,9 @@ def decode_group(
         begin = at
         for tile in layer.tiles:
             end = at + int(counts[row].sum())
-            if not select(layer.old, group.dtype, tile, list(table.firsts), counts[row], gaps, at_gap, positions[at:end]):
+            if not select(
+                layer.old, group.dtype, tile, list(table.firsts), counts[row], gaps, at_gap, positions[at:end]
+            ):
                 raise FormatError(f"{what} gaps", expected="positions within a tile", got="gaps that lead beyond it")
             at, row = end, row + 1
         ends.append(at)
@@ -214,7 +216,9 @@ def _check_frames(
     _check_size(group, "step", steps, n, n)
     extension = content_size(streams["step_ext"], f"{group.label} stream step_ext")
     _check_size(group, "step_ext", extension, 0, n * width, width)
-    _check_size(group, "sign", content_size(streams["sign"], f"{group.label} stream sign"), sign_bytes(n), sign_bytes(n))
+    _check_size(
+        group, "sign", content_size(streams["sign"], f"{group.label} stream sign"), sign_bytes(n), sign_bytes(n)
+    )
 
 
 def _check_size(group: Group, name: str, size: int, least: int, most: int, unit: int = 1) -> None:
@@ -251,9 +255,7 @@ def _read_unary(content: bytes, count: int, group: Group) -> npt.NDArray[np.uint
     return gaps
 
 
-def _read_steps(
-    group: Group, table: Table, contexts: npt.NDArray[np.uint8], streams: Mapping[str, memoryview]
-) -> Bits:
+def _read_steps(group: Group, table: Table, contexts: npt.NDArray[np.uint8], streams: Mapping[str, memoryview]) -> Bits:
     classes = class_table(table.step_firsts)[contexts]
     sizes = np.empty(contexts.size, np.uint8)
     for c, frame in enumerate(table.frames("step", streams)):
@@ -265,5 +267,3 @@ def _read_steps(
     extension = decompress(streams["step_ext"], f"{group.label} stream step_ext")
     signs = decompress(streams["sign"], f"{group.label} stream sign")
     return decode_steps(sizes.tobytes(), extension, signs, group.dtype, f"{group.label} steps")
-
-

@@ -69,11 +69,16 @@ def _before(contexts: Any, end: Any, first: Any, span: Any, ramp: Any) -> Any:
 
 
 @compiled
-def _scan(old: Any, new: Any, start: Any, stride: Any, rows: Any, length: Any, firsts: Any, table: Any, how: Any) -> Any:
+def _scan(
+    old: Any, new: Any, start: Any, stride: Any, rows: Any, length: Any, firsts: Any, table: Any, how: Any
+) -> Any:
     """Positions, gaps, contexts and steps of one tile's changes."""
     shift, mask, sign, flip = how
     classes = np.uint64(firsts.size)
-    seen, free = np.zeros(classes, np.uint64), np.zeros(classes, np.uint64)  # elements before, and after the last change
+    seen, free = (
+        np.zeros(classes, np.uint64),
+        np.zeros(classes, np.uint64),
+    )  # elements before, and after the last change
     contexts, ramp = np.empty(_BLOCK, np.uint8), np.zeros(2 * _BLOCK, np.uint8)
     ramp[:_BLOCK] = 1
     capacity = rows * length // np.uint64(64) + _BLOCK

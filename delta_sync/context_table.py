@@ -42,7 +42,9 @@ class Table:
         """The table's content on the wire."""
         head = _HEAD.pack(len(self.firsts), len(self.step_firsts), *self.grid)
         lengths = (*self.gap, *self.low, *self.step)
-        return head + bytes((*self.firsts, *self.splits, *self.step_firsts)) + struct.pack(f"<{len(lengths)}Q", *lengths)
+        return (
+            head + bytes((*self.firsts, *self.splits, *self.step_firsts)) + struct.pack(f"<{len(lengths)}Q", *lengths)
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes, what: str) -> Table:
@@ -54,7 +56,9 @@ class Table:
         small = data[_HEAD.size : at]
         firsts, splits, step_firsts = small[:classes], small[classes : 2 * classes], small[2 * classes :]
         if len(small) != 2 * classes + step_classes or any(k > MOST_LOW and k != UNARY for k in splits):
-            raise FormatError(what, expected=f"classes with a split of 0 to {MOST_LOW} or {UNARY}", got=small.hex()[:60])
+            raise FormatError(
+                what, expected=f"classes with a split of 0 to {MOST_LOW} or {UNARY}", got=small.hex()[:60]
+            )
         for contexts in (firsts, step_firsts):
             if not contexts or contexts[0] or any(a >= b for a, b in zip(contexts, contexts[1:], strict=False)):
                 raise FormatError(what, expected="contexts that rise from 0", got=list(contexts)[:20])

@@ -110,8 +110,7 @@ def decode_group(
 def joined(parts: Sequence[Found], dtype: DType) -> Found:
     """The changes of several tiles as one, in their order."""
     if not parts:
-        empty = np.empty(0, np.int64), np.empty(0, np.uint64), np.empty(0, np.uint8), np.empty(0, dtype.carrier)
-        return empty
+        return np.empty(0, np.int64), np.empty(0, np.uint64), np.empty(0, np.uint8), np.empty(0, dtype.carrier)
     if len(parts) == 1:
         return parts[0]
     positions, gaps, contexts, steps = zip(*parts, strict=True)

@@ -45,7 +45,9 @@ def encode_against(
     of parts, 1 to 256, that tensors are cut into along all axes but the last and along the last: a reader that holds
     whole parts can decode those.
     """
-    table, streams, deltas = [], {}, []
+    table: list[TableGroup] = []
+    streams: dict[str, bytes] = {}
+    deltas: list[TensorDelta] = []
     for index, group in enumerate(_grouped(changes)):
         layers = [_layer(change, grid) for change in group]
         coded, found = encode_group(group[0].dtype, layers, grid)

@@ -21,7 +21,6 @@ from delta_sync.jit import compiled
 _BLOCK, _PART = np.uint64(128), np.uint64(64)
 _0, _1 = np.uint64(0), np.uint64(1)
 _NEVER = np.uint64(2**62)
-GAP_LIMIT = 2**44
 
 
 @compiled
@@ -96,7 +95,7 @@ def _scan(
                 capacity = np.uint64(positions.size)
             first, found = found, _changed_in(old, new, at, size, positions, found)
             for k in range(first, found):
-                i = np.uint64(positions[k])
+                i: Any = np.uint64(positions[k])
                 c = np.uint64(table[contexts[i]])
                 end = np.uint8(255) if c + _1 == classes else np.uint8(firsts[c + _1] - 1)
                 rank = seen[c] + _before(contexts, i, firsts[c], np.uint8(end - firsts[c]), ramp)
@@ -105,9 +104,9 @@ def _scan(
                 one, other = np.uint64(new[at + i]), np.uint64(old[at + i])
                 steps[k] = ordinal(one, sign, flip) - ordinal(other, sign, flip)
             below = _0
-            for c in range(_1, classes):
-                upto = _below(contexts, firsts[c])
-                seen[c - _1] += upto - below
+            for later in range(_1, classes):
+                upto = _below(contexts, firsts[later])
+                seen[later - _1] += upto - below
                 below = upto
             seen[classes - _1] += size - below
     return positions[:found].copy(), gaps[:found].copy(), where[:found].copy(), steps[:found].copy()
@@ -131,8 +130,8 @@ def _members(contexts: Any, first: Any, span: Any, out: Any) -> None:
 
 @compiled
 def _select(
-    bits: Any, start: Any, stride: Any, rows: Any, length: Any, firsts: Any, how: Any, left: Any, gaps: Any, at_gap: Any,
-    positions: Any,
+    bits: Any, start: Any, stride: Any, rows: Any, length: Any, firsts: Any, how: Any, left: Any, gaps: Any,
+    at_gap: Any, positions: Any,
 ) -> Any:  # fmt: skip
     """Positions of one tile's changes, from each class's gaps at ``at_gap``; False if they lead beyond the tile."""
     shift, mask = how
@@ -171,17 +170,18 @@ def _select(
                 kinds += _1
             if kinds > _1:
                 _sort(positions, first, found)
+    missing = _0
     for c in range(classes):
-        if left[c]:
-            return False
-    return True
+        missing += left[c]
+    return missing == _0
 
 
 @compiled
 def _sort(positions: Any, first: Any, end: Any) -> None:
     """Sort a few positions of one block."""
     for i in range(first + _1, end):
-        value, k = positions[i], i
+        value = positions[i]
+        k: Any = i
         while k > first and positions[k - _1] > value:
             positions[k] = positions[k - _1]
             k -= _1
@@ -194,7 +194,8 @@ Found = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64], npt.NDArray[np.uint
 def scan(old: Bits, new: Bits, dtype: DType, tile: Tile, firsts: list[int]) -> Found:
     """What changed in one tile of flat bits: positions, gaps within the classes, contexts, ULP steps; all ``[n]``."""
     how = (*_how(dtype), *masks(dtype))
-    return _scan(old, new, *_place(tile), np.asarray(firsts, np.uint8), class_table(firsts), how)
+    found: Found = _scan(old, new, *_place(tile), np.asarray(firsts, np.uint8), class_table(firsts), how)
+    return found
 
 
 def select(
@@ -209,7 +210,7 @@ def select(
 ) -> bool:
     """Write the positions of one tile's changes, ``counts[c]`` of class c with gaps from ``gaps[at_gap[c]]`` on.
 
-    ``out`` has room for just these; ``at_gap`` is moved on. Gaps are below GAP_LIMIT. False if they lead beyond.
+    ``out`` has room for just these; ``at_gap`` is moved on. No gap exceeds the tensors. False if they lead beyond.
     """
     return bool(
         _select(bits, *_place(tile), np.asarray(firsts, np.uint8), _how(dtype), counts.copy(), gaps, at_gap, out)
@@ -219,7 +220,8 @@ def select(
 def contexts_of(bits: Bits, dtype: DType) -> npt.NDArray[np.uint8]:
     """The context of each element, uint8."""
     shift, mask = _how(dtype)
-    return ((bits >> shift) & mask).astype(np.uint8)
+    contexts: npt.NDArray[np.uint8] = ((bits >> shift) & mask).astype(np.uint8)
+    return contexts
 
 
 def _how(dtype: DType) -> tuple[np.unsignedinteger, np.unsignedinteger]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, Literal
 
 from delta_sync.errors import FormatError
@@ -60,7 +61,7 @@ class Table:
                 what, expected=f"classes with a split of 0 to {MOST_LOW} or {UNARY}", got=small.hex()[:60]
             )
         for contexts in (firsts, step_firsts):
-            if not contexts or contexts[0] or any(a >= b for a, b in zip(contexts, contexts[1:], strict=False)):
+            if not contexts or contexts[0] or any(a >= b for a, b in pairwise(contexts)):
                 raise FormatError(what, expected="contexts that rise from 0", got=list(contexts)[:20])
         if not all(1 <= parts <= MOST_PARTS for parts in grid):
             raise FormatError(what, expected=f"1 to {MOST_PARTS} parts along each axis", got=grid)

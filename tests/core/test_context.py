@@ -241,7 +241,7 @@ def test_raw_groups_are_refused(honest):
 def test_mutations_are_refused_or_decode_to_something_valid(honest, data):
     """Bit flips, in the file and in the content of its frames: FormatError or positions that rise within the tensor."""
     file, old = honest
-    metadata, streams = read_container(file, DEFAULT_LIMITS)
+    _, streams = read_container(file, DEFAULT_LIMITS)
     if data.draw(st.booleans()):
         lie = bytearray(file)
         for _ in range(data.draw(st.integers(1, 3))):

@@ -1,4 +1,4 @@
-"""Golden context-coded objects stay readable, by delta_sync and by a reader written from the format alone; real traces survive."""
+"""Golden context-coded objects stay readable, by delta_sync and by another reader; real changes survive."""
 
 import importlib.util
 import sys
@@ -12,12 +12,13 @@ from delta_sync.context_codec import CONTEXT_CODEC
 from delta_sync.context_file import Change, decode_against, encode_against
 from delta_sync.delta_file import encode_delta
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from traces import load
+
 ROOT = Path(__file__).parents[2]
 OBJECTS = sorted((ROOT / "tests/vectors/context").glob("golden-*/*.safetensors"))
 TRACES = sorted((ROOT / "tests/traces").glob("*.npz"))
 BF16 = DTYPES["BF16"]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-from traces import load
 
 SPEC = importlib.util.spec_from_file_location("context_reader", ROOT / "tests/vectors/independent_context_reader.py")
 reader = importlib.util.module_from_spec(SPEC)

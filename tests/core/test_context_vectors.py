@@ -70,3 +70,21 @@ def test_real_changes_survive_and_cost_less_than_in_the_gap_codec(path):
         np.testing.assert_array_equal(bits, change.new)
     assert sum(delta.changed for delta in deltas) > 50
     assert len(data) <= len(encode_delta(header, deltas))
+
+
+def test_the_speed_benchmark_compares_all_layouts_on_a_trace(tmp_path):
+    """The command's own path on a trace beside the tests: sizes and bounds agree with the bytes."""
+    import codec_speed
+    from traces import cut, save
+
+    step, made = load(TRACES[-1])
+    result = codec_speed.measure(step, 1)
+    sizes = {row["layout"].split(":")[0]: row["bytes_per_changed"] for row in result["layouts"]}
+    assert sizes["TRL"] == 6
+    assert result["entropy"]["given_old_exponent"] < result["entropy"]["uniform"]
+    assert result["over_entropy"] >= 1
+    save(tmp_path / "again.npz", cut(step, 8), made)
+    again, made_again = load(tmp_path / "again.npz")
+    assert made_again == made
+    for short, long in zip(again, step, strict=True):
+        np.testing.assert_array_equal(short.new, long.new[: short.new.size])

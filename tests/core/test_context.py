@@ -1,12 +1,13 @@
 """The context codec restores every bit, is never larger than the gap codec, and refuses whatever lies."""
 
+import dataclasses
 import json
 import tracemalloc
 
 import numpy as np
 import pytest
 import zstandard
-from forge import container, entries
+from forge import container, entries, frame
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_round_trip import SPECIAL
@@ -236,6 +237,33 @@ def test_raw_groups_are_refused(honest):
     assert list(streams) == [f"0.{name}" for name in STREAMS]
 
 
+def with_frame(data, name, k, edit):
+    """The same object with the content of one frame of ``gap``, ``low`` or ``step`` edited and the table to match."""
+    streams = {key[2:]: part for key, part in read_container(data, DEFAULT_LIMITS)[1].items()}
+    table = table_of(data)
+    frames = [bytes(part) for part in table.frames(name, streams)]
+    frames[k] = frame(bytes(edit(bytearray(zstandard.decompress(frames[k])))))
+    head = dataclasses.replace(table, **{name: tuple(map(len, frames))})
+    return forged(data, table=zstandard.compress(head.to_bytes()), **{name: b"".join(frames)})
+
+
+FRAME_LIES = {
+    "a gap beyond the tile": ("gap", -1, lambda c: b"\xff" * 50 + b"\0" + c[1:], "stream gap|gaps|positions"),
+    "one gap less": ("gap", -1, lambda c: c[:-1], "stream gap|gaps"),
+    "gaps that never end": ("gap", -1, lambda c: b"\xff" * len(c), "stream gap|gaps|group 0"),
+    "a step more": ("step", 0, lambda c: c + b"\0", "stream step, expected"),
+    "an extension more": ("step", -1, lambda c: b"\xff" + c[1:], "step extensions"),
+    "no ones": ("gap", 0, lambda c: bytes(len(c)), "ones, the last in the last byte"),
+}
+
+
+@pytest.mark.parametrize("case", FRAME_LIES)
+def test_frames_that_lie(honest, case):
+    name, k, edit, match = FRAME_LIES[case]
+    assert table_of(honest[0]).splits[0] == 255
+    refused(with_frame(honest[0], name, k, edit), honest[1], match)
+
+
 @settings(deadline=None, max_examples=400)
 @given(data=st.data())
 def test_mutations_are_refused_or_decode_to_something_valid(honest, data):
@@ -247,10 +275,19 @@ def test_mutations_are_refused_or_decode_to_something_valid(honest, data):
         for _ in range(data.draw(st.integers(1, 3))):
             lie[data.draw(st.integers(0, len(lie) - 1))] ^= data.draw(st.integers(1, 255))
     else:
-        name = data.draw(st.sampled_from(["table", "count", "sign", "step_ext"]))
-        content = bytearray(zstandard.decompress(streams[f"0.{name}"])) if streams[f"0.{name}"] else bytearray(2)
-        content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
-        lie = forged(file, **{name: zstandard.compress(bytes(content))})
+        name = data.draw(st.sampled_from(["table", "count", "sign", "step_ext", "gap", "step"]))
+
+        def flip(content):
+            content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+            return bytes(content)
+
+        if name in ("gap", "step"):
+            table = table_of(file)
+            full = [k for k, length in enumerate(getattr(table, name)) if length]
+            lie = with_frame(file, name, data.draw(st.sampled_from(full)), flip)
+        else:
+            content = bytearray(zstandard.decompress(streams[f"0.{name}"])) if streams[f"0.{name}"] else bytearray(2)
+            lie = forged(file, **{name: zstandard.compress(flip(content))})
     try:
         deltas = decode_against(bytes(lie), lambda name, dtype, shape: old)[1]
     except FormatError:

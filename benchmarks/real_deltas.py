@@ -60,7 +60,7 @@ def load_model() -> tuple[torch.nn.Module, list[int]]:
 
 def image(model: torch.nn.Module) -> dict[str, np.ndarray]:
     """What would be served: every parameter cast to bfloat16, as bits."""
-    cast = {name: p.detach().bfloat16().flatten() for name, p in model.named_parameters()}
+    cast = {name: p.detach().to(torch.bfloat16, copy=True).flatten() for name, p in model.named_parameters()}
     return {name: bits.view(torch.int16).numpy().view(np.uint16) for name, bits in cast.items()}
 
 

@@ -1,4 +1,4 @@
-"""Real weight changes to measure on: SmolLM2-135M trained with a policy-gradient loss, seen as bfloat16 bits."""
+"""Real weight changes to measure on: SmolLM2-135M trained with a policy-gradient or SFT loss, seen as bfloat16 bits."""
 
 from __future__ import annotations
 
@@ -60,21 +60,33 @@ def load_model() -> tuple[torch.nn.Module, list[int]]:
 
 def image(model: torch.nn.Module) -> dict[str, np.ndarray]:
     """What would be served: every parameter cast to bfloat16, as bits."""
-    cast = {name: p.detach().bfloat16().flatten() for name, p in model.named_parameters()}
+    cast = {name: p.detach().to(torch.bfloat16, copy=True).flatten() for name, p in model.named_parameters()}
     return {name: bits.view(torch.int16).numpy().view(np.uint16) for name, bits in cast.items()}
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """How a run is trained: AdamW's rate and decay, ``policy`` or ``sft`` loss, ``float32`` or ``bfloat16`` masters."""
+
+    lr: float
+    weight_decay: float = 0.0
+    objective: str = "policy"
+    masters: str = "float32"
+    seed: int = 0
+
+
 def train(
-    model: torch.nn.Module, tokens: list[int], lr: float, steps: int, compute: torch.dtype, seed: int = 0
+    model: torch.nn.Module, tokens: list[int], recipe: Recipe, steps: int, compute: torch.dtype
 ) -> Iterator[list[Change]]:
-    """Yield each optimizer step's changes: AdamW on float32 masters, ``compute`` autocast, advantages of mean zero."""
-    generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    """Yield each optimizer step's changes of the bfloat16 image; the model computes in ``compute``."""
+    generator = torch.Generator().manual_seed(recipe.seed)
+    model.to(getattr(torch, recipe.masters))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     old = image(model)
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = policy_gradient_loss(model, batch(tokens, generator), generator, compute)
+        loss = loss_of(model, batch(tokens, generator), generator, recipe.objective, compute)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -88,13 +100,19 @@ def batch(tokens: list[int], generator: torch.Generator) -> torch.Tensor:
     return torch.stack([torch.tensor(tokens[s : s + LENGTH]) for s in starts.tolist()])
 
 
-def policy_gradient_loss(
-    model: torch.nn.Module, ids: torch.Tensor, generator: torch.Generator, compute: torch.dtype
+def loss_of(
+    model: torch.nn.Module, ids: torch.Tensor, generator: torch.Generator, objective: str, compute: torch.dtype
 ) -> torch.Tensor:
-    """REINFORCE with random group-normalised advantages: what GRPO's first epoch does to the gradient."""
-    advantages = torch.randn(len(ids), generator=generator)
-    advantages = (advantages - advantages.mean()) / advantages.std()
+    """Next-token loss (``sft``), or REINFORCE with random group-normalised advantages (``policy``).
+
+    The latter is what GRPO's first epoch does to the gradient.
+    """
+    advantages = torch.ones(len(ids))
+    if objective == "policy":
+        advantages = torch.randn(len(ids), generator=generator)
+        advantages = (advantages - advantages.mean()) / advantages.std()
+    weights = {name: p.float() for name, p in model.named_parameters()}  # bfloat16 masters: gradients flow back
     with torch.autocast("cpu", torch.bfloat16, enabled=compute == torch.bfloat16):
-        logits = model(ids).logits[:, :-1].float()
+        logits = torch.func.functional_call(model, weights, (ids,)).logits[:, :-1].float()
     log_probs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     return -(advantages[:, None] * log_probs).mean()

@@ -91,7 +91,7 @@ def last_step(lr: float, steps: int, compute: str) -> tuple[list[Change], str]:
     kind = real_deltas.compute_type(compute)
     print(f"training SmolLM2-135M: lr {lr}, {steps} steps, {kind} compute, float32 masters", flush=True)
     step: list[Change] = []
-    for index, step in enumerate(real_deltas.train(*real_deltas.load_model(), lr, steps, kind)):
+    for index, step in enumerate(real_deltas.train(*real_deltas.load_model(), real_deltas.Recipe(lr), steps, kind)):
         changed = sum(int((c.old != c.new).sum()) for c in step)
         print(f"step {index:>3}: {changed / sum(c.old.size for c in step):.3%} changed", flush=True)
     return step, str(kind).removeprefix("torch.")

@@ -33,7 +33,7 @@ def _diff(old: Any, new: Any, sign: Any, flip: Any) -> Any:
     found = np.uint64(0)  # unsigned indices spare the loop numba's handling of negative ones
     for start in range(0, size, _BLOCK):
         stop = min(start + _BLOCK, size)
-        if start < whole and not _differs(old[start:stop], new[start:stop]):
+        if start < whole and not differs(old[start:stop], new[start:stop]):
             continue
         if found + np.uint64(_BLOCK) > np.uint64(capacity):
             capacity *= 2
@@ -49,7 +49,7 @@ def _diff(old: Any, new: Any, sign: Any, flip: Any) -> Any:
 
 
 @compiled
-def _differs(old: Any, new: Any) -> Any:
+def differs(old: Any, new: Any) -> Any:
     """Whether one whole block differs: a fixed length and an accumulator of the element's width vectorize."""
     any_bit = old.dtype.type(0)
     for i in range(_BLOCK):
@@ -88,7 +88,7 @@ def diff(name: str, dtype: DType, shape: Sequence[int], old_bits: Bits, new_bits
 
     FormatError if either has another element type or size.
     """
-    old, new = _flat(name, dtype, shape, old_bits), _flat(name, dtype, shape, new_bits)
+    old, new = flat(name, dtype, shape, old_bits), flat(name, dtype, shape, new_bits)
     positions, steps = _diff(old, new, *masks(dtype))
     return TensorDelta(name, dtype, tuple(shape), "ulp", positions, steps)
 
@@ -126,7 +126,8 @@ def apply(delta: TensorDelta, bits: Bits) -> None:
         _step_in_place(flat, delta.positions, delta.values, *masks(delta.dtype))
 
 
-def _flat(name: str, dtype: DType, shape: Sequence[int], bits: Bits) -> Bits:
+def flat(name: str, dtype: DType, shape: Sequence[int], bits: Bits) -> Bits:
+    """A tensor's carrier bits as one contiguous row; FormatError for another element type or size."""
     if bits.dtype != dtype.carrier or bits.size != math.prod(shape):
         expected = f"{dtype.carrier} of shape {list(shape)}"
         raise FormatError(f"bits of {name}", expected=expected, got=f"{bits.dtype} {list(bits.shape)}")

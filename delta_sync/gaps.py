@@ -87,6 +87,53 @@ def decode_gaps(stream: bytes, counts: Sequence[int], sizes: Sequence[int], what
     return positions
 
 
+@compiled
+def _write_values(gaps: Any, out: Any) -> Any:
+    used = np.uint64(0)
+    for i in range(gaps.size):
+        gap = gaps[i]
+        while gap >= np.uint64(MORE):
+            out[used] = MORE
+            gap -= np.uint64(MORE)
+            used += np.uint64(1)
+        out[used] = gap
+        used += np.uint64(1)
+    return used
+
+
+@compiled
+def _read_values(stream: Any, gaps: Any) -> Any:
+    """Returns the bytes used, or -1 if there are too few."""
+    used = 0
+    for i in range(gaps.size):
+        byte: Any = MORE
+        gap = np.uint64(0)
+        while byte == MORE:
+            if used == stream.size:
+                return -1
+            byte = np.int64(stream[used])
+            gap += np.uint64(byte)
+            used += 1
+        gaps[i] = gap
+    return used
+
+
+def encode_gap_values(gaps: npt.NDArray[np.uint64]) -> bytes:
+    """The bytes of gaps, uint64 ``[n]``, that are known themselves and not by their positions."""
+    out = np.empty(gaps.size + int((gaps // np.uint64(MORE)).sum()), np.uint8)
+    _write_values(gaps, out)
+    return out.tobytes()
+
+
+def decode_gap_values(stream: bytes, count: int, what: str) -> npt.NDArray[np.uint64]:
+    """The inverse of ``encode_gap_values``; FormatError unless the stream holds just ``count`` gaps."""
+    gaps = np.empty(count, np.uint64)
+    used = int(_read_values(np.frombuffer(stream, np.uint8), gaps))
+    if used != len(stream):
+        raise FormatError(what, expected=f"{count} gaps", got=f"{len(stream)} bytes that hold fewer or more")
+    return gaps
+
+
 def longest(counts: Sequence[int], sizes: Sequence[int]) -> int:
     """The most bytes a gap stream can have for such tensors."""
     return sum(counts) + sum(size // MORE for size in sizes)

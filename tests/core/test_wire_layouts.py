@@ -42,8 +42,11 @@ def test_ours_is_the_smallest_and_trls_takes_six_bytes():
     assert sizes["ours"] <= 0.35 * 6
 
 
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_a_training_steps_changes_are_measured(compute):
+@pytest.mark.parametrize(
+    ("compute", "recipe"),
+    [("float32", {}), ("bfloat16", {}), ("float32", {"objective": "sft", "masters": "bfloat16", "weight_decay": 0.01})],
+)
+def test_a_training_steps_changes_are_measured(compute, recipe):
     """The benchmark's own path from optimizer step to table, on a model of a thousandth the size."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -54,7 +57,7 @@ def test_a_training_steps_changes_are_measured(compute):
     config = transformers.LlamaConfig(vocab_size=100, num_key_value_heads=2, tie_word_embeddings=True, **sizes)
     model = transformers.LlamaForCausalLM(config).float()
     tokens = [i * i % 100 for i in range(500)]
-    steps = list(real_deltas.train(model, tokens, 3e-4, 2, getattr(torch, compute)))
+    steps = list(real_deltas.train(model, tokens, real_deltas.Recipe(3e-4, **recipe), 2, getattr(torch, compute)))
     assert [c.shape for c in steps[0]] == [tuple(p.shape) for p in model.parameters()]
     after = dict(model.named_parameters())
     for first, last in zip(*steps, strict=True):

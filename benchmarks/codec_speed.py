@@ -43,7 +43,7 @@ def xor_decode(data: list[bytes], step: Step) -> list[np.ndarray]:
 
 def context_encode(step: Step) -> bytes:
     changes = [Change(c.name, BF16, c.shape, c.old, c.new) for c in step]
-    return encode_against(DeltaHeader("benchmark", 2, 1, ""), changes)[0]
+    return encode_against(DeltaHeader("benchmark", 2, 1, ""), changes)[1]
 
 
 def context_decode(data: bytes, step: Step) -> list[np.ndarray]:

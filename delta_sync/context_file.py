@@ -38,10 +38,10 @@ class Change:
 
 def encode_against(
     header: DeltaHeader, changes: Sequence[Change], grid: tuple[int, int] = (1, 1)
-) -> tuple[bytes, list[TensorDelta]]:
-    """One object that turns each tensor's old bits into its new ones, and the same as ULP deltas; FormatError.
+) -> tuple[DeltaHeader, bytes, list[TensorDelta]]:
+    """One object that turns each tensor's old bits into its new ones, its header, the same as ULP deltas; FormatError.
 
-    ``header.codec`` is set to the codec used: this one, or the gap codec where that is smaller. ``grid`` is the number
+    ``header.codec`` becomes the codec used: this one, or the gap codec where that is smaller. ``grid`` is the number
     of parts, 1 to 256, that tensors are cut into along all axes but the last and along the last: a reader that holds
     whole parts can decode those.
     """
@@ -56,10 +56,11 @@ def encode_against(
         table.append(TableGroup("ulp", group[0].dtype, entries))
         streams |= {f"{index}.{name}": data for name, data in coded.items()}
         deltas += part
-    metadata = to_metadata(replace(header, codec=CONTEXT_CODEC), table)
+    ours, fallback = (replace(header, codec=codec) for codec in (CONTEXT_CODEC, DEFAULT_CODEC))
+    metadata = to_metadata(ours, table)
     from_metadata(metadata, DEFAULT_LIMITS)  # never write what a reader would refuse
-    data, plain = write_container(metadata, streams), encode_delta(replace(header, codec=DEFAULT_CODEC), deltas)
-    return (data if len(data) < len(plain) else plain), deltas
+    data, plain = write_container(metadata, streams), encode_delta(fallback, deltas)
+    return (ours, data, deltas) if len(data) < len(plain) else (fallback, plain, deltas)
 
 
 def decode_against(

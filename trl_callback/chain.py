@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from delta_sync.anchor_files import write_anchor_files
+from delta_sync.context_file import encode_against
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, encode_delta
 from delta_sync.errors import StoreError
 from delta_sync.ledger import Ledger
@@ -41,6 +42,7 @@ class Attempt:
     states: Mapping[str, TensorState]
     state_digest: str
     data: bytes
+    codec: str
 
 
 class Chain:
@@ -91,16 +93,20 @@ class Chain:
         """Encode changes to the snapshot as the object of the next version."""
         base, states = self._manifest, self._snapshot.advanced(changes.deltas)
         header = DeltaHeader(base.run, base.version + 1, base.version, DEFAULT_CODEC)
-        data = encode_delta(header, list(changes.deltas.values()))
-        return Attempt(changes, states, self._snapshot.digest_with(states), data)
+        if self._config.codec == "context":
+            header, data, _ = encode_against(header, list(self._snapshot.changes(changes.deltas)))
+        else:
+            data = encode_delta(header, list(changes.deltas.values()))
+        return Attempt(changes, states, self._snapshot.digest_with(states), data, header.codec)
 
     def commit(self, attempt: Attempt) -> Published:
         """Make the attempt the next version; after a StoreError, call it again with the same attempt."""
         last, data = attempt.changes.step, attempt.data
         steps = (min(self.newest.step + 1, last), last)
         self._manifest = self._commit(
-            "delta", steps, attempt.states, attempt.state_digest, data, changed=attempt.changes.changed
-        )
+            "delta", steps, attempt.states, attempt.state_digest, data,
+            changed=attempt.changes.changed, codec=attempt.codec,
+        )  # fmt: skip
         self._keep(data)
         return self.newest
 
@@ -112,6 +118,7 @@ class Chain:
         state: str,
         *data: bytes,
         changed: int,
+        codec: str | None = None,
     ) -> Manifest:
         manifest = self._writer.commit(
             kind,
@@ -122,7 +129,7 @@ class Chain:
             data,
             changed=changed,
             total=self._snapshot.total_elements,
-            codec=DEFAULT_CODEC if data else None,
+            codec=codec,
             prompt_cache=self._config.prompt_cache,
         )
         self._published.append(Published(manifest.version, steps[1], manifest.sha256))

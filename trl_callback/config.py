@@ -6,11 +6,14 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from delta_sync.context_codec import CONTEXT_CODEC
+from delta_sync.delta_file import DEFAULT_CODEC
 from delta_sync.dtypes import DTYPES
 from delta_sync.errors import DeltaSyncError
 from delta_sync.store.open import check_uri, redact_uri, shown_uri
 from trl_callback.http import is_http
 
+CODECS = {"gap": DEFAULT_CODEC, "context": CONTEXT_CODEC}
 SERVING_DTYPES = tuple(name for name, dtype in DTYPES.items() if dtype.order == "float" and dtype.itemsize >= 2)
 
 
@@ -30,6 +33,7 @@ class DeltaSyncConfig:
     api_key: str | None = field(default=None, repr=False)  # None: VLLM_API_KEY
     run: str | None = None
     writer: str | None = None
+    codec: Literal["gap", "context"] = "gap"  # context: fewer bytes, for servers whose one rank holds whole tensors
     prompt_cache: Literal["all", "new_session", "none"] = "none"
     sync_timeout: float = 600.0  # longest wait for a version to be served
     publish_timeout: float = 600.0  # longest time a store may keep failing before training stops
@@ -52,6 +56,7 @@ class DeltaSyncConfig:
             _require(name, _is_number(value) and 0 < value < float("inf"), "seconds, more than 0", value)
         _require("serving_dtype", self.serving_dtype in (None, *SERVING_DTYPES), f"None or one of {SERVING_DTYPES}",
                  self.serving_dtype)  # fmt: skip
+        _require("codec", self.codec in CODECS, f"one of {tuple(CODECS)}", self.codec)
         policies = ("all", "new_session", "none")
         _require("prompt_cache", self.prompt_cache in policies, f"one of {policies}", self.prompt_cache)
         for name in ("server_url", "api_key", "run", "writer"):

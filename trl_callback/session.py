@@ -10,13 +10,14 @@ from typing import Any
 
 from torch import nn
 
+from delta_sync.delta_file import DEFAULT_CODEC
 from delta_sync.errors import MappingError, StoreError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import TensorState
 from delta_sync.store.open import open_store
 from trl_callback.anchors import sidecar_files
 from trl_callback.chain import Chain
-from trl_callback.config import DeltaSyncConfig
+from trl_callback.config import CODECS, DeltaSyncConfig
 from trl_callback.deadline import StillRunningError, within
 from trl_callback.metrics import Metrics
 from trl_callback.publisher import Publisher
@@ -54,6 +55,7 @@ class Session:
         snapshot = Snapshot(self._image)
         if status is not None:
             check_same_tensors(snapshot.states, served, status.url)
+            check_codec(CODECS[config.codec], live, status.url)
             warn_about_uri(config.shown_uri, live, status.url)
         warn_about_precision(subject.compute_dtype, snapshot.main_dtype)
 
@@ -152,6 +154,13 @@ def check_same_tensors(ours: Mapping[str, TensorState], served: Mapping[str, Ten
 
 def _layout(state: TensorState | None) -> str:
     return "no such tensor" if state is None else f"{state.dtype} {list(state.shape)}"
+
+
+def check_codec(codec: str, live: ServerStatus | None, url: str) -> None:
+    """MappingError where the server does not say that it can decode what the setting asks for."""
+    if codec != DEFAULT_CODEC and live is not None and codec not in live.codecs:
+        raise MappingError(f"codec {codec}", expected="a server that decodes it", got=f"{list(live.codecs)} at {url}",
+                           remedy="set codec='gap', or serve with one rank, without tensor parallelism")  # fmt: skip
 
 
 def warn_about_uri(ours: str, live: ServerStatus | None, url: str) -> None:

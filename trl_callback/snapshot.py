@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from delta_sync.anchor_files import Tensor
+from delta_sync.context_file import Change
 from delta_sync.delta import apply, diff, new_bits
 from delta_sync.digest import digest, digest_change, model_fingerprint, state_digest, tensor_key
 from delta_sync.dtypes import DType
@@ -81,6 +82,14 @@ class Snapshot:
         for name, delta in deltas.items():
             apply(delta, self._held[name].bits)
         self.states.update(states)
+
+    def changes(self, deltas: Mapping[str, TensorDelta]) -> Iterator[Change]:
+        """The tensors that ``deltas`` touch before and after them; the new bits are copies, 2 bytes a BF16 element."""
+        for name, delta in deltas.items():
+            held = self._held[name]
+            new = held.bits.copy()
+            apply(delta, new)
+            yield Change(name, held.dtype, held.shape, held.bits, new)
 
     def digest_with(self, states: Mapping[str, TensorState]) -> str:
         """state_digest over all tensors, with ``states`` in place of what they replace."""

@@ -32,6 +32,7 @@ class ServerStatus:
     last_error: str | None
     newest_version: int | None
     uri: str | None = None
+    codecs: tuple[str, ...] = ()
 
 
 class StatusClient:
@@ -85,6 +86,7 @@ def parse_status(body: object) -> ServerStatus:
         last_error=None if error is None else _message(error),
         newest_version=_field(fields, "newest_version", int),
         uri=_field(fields, "uri", str),
+        codecs=tuple(str(name) for name in _field(fields, "codecs", list) or ()),
     )
 
 

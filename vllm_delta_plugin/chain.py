@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
+from delta_sync.context_file import decode_against
 from delta_sync.delta import fold
-from delta_sync.delta_file import decode_delta
 from delta_sync.errors import FormatError, MappingError
 from delta_sync.tensor_delta import TensorDelta
+from vllm_delta_plugin.base_bits import BaseBits
 from vllm_delta_plugin.staged import StageTooLargeError
 
 if TYPE_CHECKING:
@@ -26,17 +28,21 @@ def fold_chain(
     check: Callable[[TensorDelta], None],
     limit: int,
     reading: Callable[[str | None], None],
+    start: Callable[[str], npt.NDArray[Any]],
 ) -> Folded:
     """Read, verify, decode and fold every object of ``manifests`` in order.
 
-    ``check`` judges each tensor's delta; ``reading`` is told which object is being worked on. Holds one decoded
-    object and the folded result; StageTooLargeError if the latter exceeds ``limit`` bytes.
+    ``check`` judges each tensor's delta; ``reading`` is told which object is being worked on; ``start`` gives a copy of
+    a tensor's bits before the chain, for objects that decode only against them. Holds one decoded object, the folded
+    result, and while a context-coded object is decoded the tensors it changes; StageTooLargeError if the result exceeds
+    ``limit`` bytes.
     """
     folded: Folded = {}
+    base = BaseBits(start, folded, check)
     for manifest in manifests:
         for ref in manifest.objects:
             reading(ref.key)
-            header, deltas = decode_delta(ledger.read_object(ref))
+            header, deltas = decode_against(ledger.read_object(ref), base)
             named = (header.run, header.version, header.base_version)
             if named != (manifest.run, manifest.version, manifest.base_version):
                 raise FormatError(

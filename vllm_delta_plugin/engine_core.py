@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from delta_sync.context_codec import CONTEXT_CODEC
+from delta_sync.delta_file import DEFAULT_CODEC
 from delta_sync.errors import MappingError, NotFoundError
 from delta_sync.ledger import Ledger
 from delta_sync.limits import for_model
@@ -111,4 +113,5 @@ def _facts(config: ReplicaConfig, engine: EngineFacts, live: Live) -> Facts:
         serving_dtype=DTYPES.get(engine.dtype, engine.dtype),
         logprobs_mode=engine.logprobs_mode,
         model_fingerprint=live.fingerprint,
+        codecs=(DEFAULT_CODEC, CONTEXT_CODEC) if live.ranks == 1 else (DEFAULT_CODEC,),
     )

@@ -42,6 +42,7 @@ class Live:
         self.lost = False  # a load in place failed half way: the engine is paused until one succeeds
         replies = ranks.tell("attach", config.to_dict())
         sums = [reply["regions"] for reply in replies]
+        self.ranks = len(replies)
         self._layout = Layout(_tensors(replies), sums)
         self._stager = Stager(main, ranks, config.stage_timeout)
         self._auditor = Auditor(main, ranks, config.audit_commits, config.audit_period)

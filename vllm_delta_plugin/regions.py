@@ -228,6 +228,13 @@ def locate(region: Region, elements: npt.NDArray[np.int64]) -> tuple[npt.NDArray
     return positions, dst
 
 
+def scatter_source(flat: npt.NDArray[Any], region: Region, values: npt.NDArray[Any]) -> None:
+    """The inverse of gather_source: write the region's elements ``[numel]`` into a whole tensor's flat bits."""
+    strides = tuple(s * flat.itemsize for s in region.src_strides)
+    view = np.lib.stride_tricks.as_strided(flat[region.src_offset :], region.shape, strides)
+    view[...] = values.reshape(region.shape)
+
+
 def gather_source(flat: npt.NDArray[Any], region: Region) -> npt.NDArray[Any]:
     """The region's elements of a whole checkpoint tensor's flat bits, contiguous ``[numel]``."""
     strides = tuple(s * flat.itemsize for s in region.src_strides)

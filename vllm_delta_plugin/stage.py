@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from delta_sync.tensor_delta import TensorDelta
 from vllm_delta_plugin.anchor_diff import stage_anchor
 from vllm_delta_plugin.background import Job
+from vllm_delta_plugin.base_bits import AnchorBits, live_bits
 from vllm_delta_plugin.chain import Folded, drop_aliases, fold_chain
 from vllm_delta_plugin.commit import Device, Swap
 from vllm_delta_plugin.coverage import WeightMap
@@ -46,9 +49,9 @@ class Rank:
 def stage(job: Job[Staged], rank: Rank, ledger: Ledger, plan: Plan) -> Staged:
     """Prepare ``plan`` without touching live weights; any error of delta_sync, Cancelled if dropped meanwhile."""
     limit = rank.stage_bytes
-    folded = fold_plan(job, rank, ledger, plan, limit)
     builder = StageBuilder(rank.weights, limit)
     with rank.device.reading():
+        folded = fold_plan(job, rank, ledger, plan, limit)
         if plan.start == "anchor":
             stage_anchor(job, builder, ledger, plan, folded)
         else:
@@ -63,6 +66,10 @@ def fold_plan(job: Job[Any], rank: Rank, ledger: Ledger, plan: Plan, limit: int)
     def check(delta: TensorDelta) -> None:
         check_delta(rank.weights, delta, only_rank=rank.only_rank)
 
-    folded = fold_chain(ledger, plan.deltas, check, limit, job.reading)
+    weights = rank.weights
+    start: Callable[[str], Any] = partial(live_bits, weights)
+    if plan.anchor is not None:
+        start = AnchorBits(ledger, plan.anchor, weights.aliases)
+    folded = fold_chain(ledger, plan.deltas, check, limit, job.reading, start)
     drop_aliases(folded, rank.weights.aliases)
     return folded

@@ -24,6 +24,7 @@ class Facts:
     serving_dtype: str
     logprobs_mode: str
     model_fingerprint: str
+    codecs: tuple[str, ...] = ()  # of deltas, that this replica can decode
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ def train(args: argparse.Namespace, model: str, bucket: str, output: Path, vllm:
         "generations": args.generations,
         "turns": args.turns,
         "learning-rate": args.learning_rate,
+        "codec": args.codec,
     }
     options = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     return [sys.executable, "-m", "examples.wordle.train", *options]

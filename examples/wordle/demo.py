@@ -140,6 +140,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--generations", type=int, help="games per step (8, or 4 where bf16 is slow)")
     parser.add_argument("--turns", type=int, help="guesses per game (2, or 1 where bf16 is slow)")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--codec", choices=("gap", "context"), default="gap", help="how deltas are coded")
     parser.add_argument("--context", type=int, default=1024, help="the server's --max-model-len; a stream fills it")
     parser.add_argument("--server-timeout", type=float, default=600, help="seconds until a server must be healthy")
     parser.add_argument("--train-timeout", type=float, default=1800, help="seconds until training must have ended")

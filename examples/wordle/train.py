@@ -122,6 +122,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=6, help="guesses per game (models without tools)")
     parser.add_argument("--max-tokens", type=int, default=None, help="per game with tools (1024), else per guess (12)")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--codec", choices=("gap", "context"), default="gap", help="context: fewer bytes, one rank")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -161,7 +162,7 @@ def main() -> None:
         model=args.model,
         args=config(args, supports_tool_calling(tokenizer)),
         processing_class=tokenizer,
-        callbacks=[DeltaSyncCallback(args.bucket), LogToFile(args.output / "metrics.jsonl")],
+        callbacks=[DeltaSyncCallback(args.bucket, codec=args.codec), LogToFile(args.output / "metrics.jsonl")],
         **way_to_play(args, tokenizer),
     )
     trainer.train()

@@ -35,7 +35,7 @@ def weights(shape, dtype="BF16", seed=0):
 
 
 def round_trip(changes, grid=(1, 1)):
-    data, deltas = encode_against(HEADER, changes, grid)
+    _, data, deltas = encode_against(HEADER, changes, grid)
     olds = {c.name: c.old for c in changes}
     header, got = decode_against(data, lambda name, dtype, shape: olds[name])
     assert [(d.name, d.shape) for d in got] == [(d.name, d.shape) for d in deltas]
@@ -121,7 +121,7 @@ def test_a_reader_without_the_base_refuses_by_name():
 
 def test_another_base_is_refused_or_gives_other_positions():
     change = weights((256, 700))
-    data, (delta,) = encode_against(HEADER, [change])
+    _, data, (delta,) = encode_against(HEADER, [change])
     other = np.zeros_like(change.old)
     with pytest.raises(FormatError, match="positions within a tile"):
         decode_against(data, lambda *_: other)
@@ -156,7 +156,7 @@ def test_classes_are_merged_where_their_statistics_agree():
 @pytest.fixture(scope="module")
 def honest():
     change = weights((128, 160), seed=3)
-    return encode_against(HEADER, [change])[0], change.old
+    return encode_against(HEADER, [change])[1], change.old
 
 
 def forged(data, **changed):

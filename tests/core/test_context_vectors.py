@@ -62,7 +62,7 @@ def test_real_changes_survive_and_cost_less_than_in_the_gap_codec(path):
     step, made = load(path)
     assert made["model"] == "SmolLM2-135M"
     header = DeltaHeader("run", 2, 1, "gap8-ulp8-zstd")
-    data, deltas = encode_against(header, [Change(c.name, BF16, c.shape, c.old, c.new) for c in step])
+    _, data, deltas = encode_against(header, [Change(c.name, BF16, c.shape, c.old, c.new) for c in step])
     old = {c.name: c.old for c in step}
     for delta, change in zip(decode_against(data, lambda name, *_: old[name])[1], step, strict=True):
         bits = change.old.copy()

@@ -143,8 +143,10 @@ def test_a_killed_trainer_is_followed_by_one_that_continues(place: Path, server:
     assert min(exact.versions) > newest.version and exact.checked >= 3
 
 
-@pytest.mark.parametrize("kill", [VllmServer.kill, VllmServer.kill_engine])
-def test_a_killed_server_comes_back_to_the_trainers_bits(place: Path, server: VllmServer, kill: Any) -> None:
+@pytest.mark.parametrize(("kill", "codec"), [(VllmServer.kill, "gap"), (VllmServer.kill_engine, "context")])
+def test_a_killed_server_comes_back_to_the_trainers_bits(
+    place: Path, server: VllmServer, kill: Any, codec: str
+) -> None:
     """It is killed while training goes on, and started again a little later: the trainer waits, then goes on."""
     moment = random.Random(5)
     restarted = threading.Event()
@@ -161,7 +163,7 @@ def test_a_killed_server_comes_back_to_the_trainers_bits(place: Path, server: Vl
             if state.global_step == 2:
                 threading.Thread(target=kill_and_restart).start()
 
-    trainer, exact = run(place, server, steps=20, more=[AtStepTwo()], sync_timeout=300.0)
+    trainer, exact = run(place, server, steps=20, more=[AtStepTwo()], sync_timeout=300.0, codec=codec)
     assert restarted.is_set() and exact.checked >= 21 and trainer.state.global_step == 20
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from delta_sync.anchor_files import Tensor, iter_anchor_tensors
+from delta_sync.context_file import decode_against
 from delta_sync.delta import apply
-from delta_sync.delta_file import decode_delta
 from delta_sync.digest import digest, state_digest, tensor_key
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest, TensorState
@@ -52,7 +52,7 @@ def materialise(uri: str, start: Iterable[Tensor] = ()) -> dict[str, bytes]:
         take(iter_anchor_tensors(ledger, plan.anchor))
     for manifest in plan.deltas:
         for ref in manifest.objects:
-            header, deltas = decode_delta(ledger.read_object(ref))
+            header, deltas = decode_against(ledger.read_object(ref), lambda name, *_: bits[name].copy())
             assert (header.version, header.base_version) == (manifest.version, manifest.base_version)
             for delta in deltas:
                 apply(delta, bits[delta.name])

@@ -18,8 +18,8 @@ from stand_in_server import StandInServer, serving
 
 from delta_sync.ack import Ack
 from delta_sync.anchor_files import iter_anchor_tensors
+from delta_sync.context_file import decode_against
 from delta_sync.delta import apply
-from delta_sync.delta_file import decode_delta
 from delta_sync.digest import digest, model_fingerprint, state_digest, tensor_key
 from delta_sync.errors import ChainError, DeltaSyncError, IntegrityError
 from delta_sync.ledger import Ledger
@@ -37,6 +37,7 @@ class StandInReplica:
     def __init__(self, uri: str, model: Any, *, vocab: int = 96, acknowledges: bool = False):
         self.ledger = Ledger(open_store(uri))
         self.shown_uri = shown_uri(uri)
+        self.codecs = ["gap8-ulp8-zstd", "context8-ulp8-zstd"]
         self.refusal: dict[str, Any] | None = None
         self.last_error: dict[str, Any] | None = None
         self.refusals = self.anchors_taken = 0
@@ -137,7 +138,7 @@ class StandInReplica:
                 staged[name] = bits.copy()
         for manifest in plan.deltas:
             for ref in manifest.objects:
-                for delta in decode_delta(self.ledger.read_object(ref))[1]:
+                for delta in decode_against(self.ledger.read_object(ref), lambda name, *_: staged[name])[1]:
                     apply(delta, staged[delta.name])
         found = state_digest(self.states(staged))
         if found != plan.target.state_digest:
@@ -181,6 +182,7 @@ class StandInReplica:
                 "last_error": self.last_error,
                 "newest_version": None,
                 "uri": self.shown_uri,
+                "codecs": self.codecs,
             }
 
     def tensors(self, _: Any = None) -> tuple[int, Any]:

@@ -15,7 +15,9 @@ import torch
 from stand_in_replica import StandInReplica
 from transformers import TrainerCallback
 
-from delta_sync.errors import DeltaSyncError, SyncTimeoutError
+from delta_sync.context_codec import CONTEXT_CODEC
+from delta_sync.delta_file import DEFAULT_CODEC as GAP
+from delta_sync.errors import DeltaSyncError, MappingError, SyncTimeoutError
 from trl_callback import DeltaSyncCallback, attach
 from trl_callback.serving_image import ServingImage
 from trl_callback.snapshot import Snapshot
@@ -301,6 +303,28 @@ def test_a_server_that_follows_another_uri_is_warned_of_before_anybody_waits(
         with pytest.raises(SyncTimeoutError) if elsewhere else nullcontext():
             trainer.train()
     assert (f"publishes to file://{tmp_path}/run but {replica.url} follows" in caplog.text) is elsewhere
+
+
+def test_grpo_with_deltas_coded_against_the_old_bits(tmp_path, uri: str) -> None:
+    model = tiny.llama()
+    sync, every = checked(uri, codec="context")
+    with StandInReplica(uri, model).running() as replica:
+        trainer = grpo.grpo_trainer(tmp_path, model=model, url=replica.url, use_vllm=True, callbacks=[sync, every])
+        trainer.train()
+        assert replica_is_the_model(replica, trainer.model)
+    sync.close()
+    chain = bucket.chain(uri)
+    assert every.checked == 4 and {m.codec for m in chain if m.objects} <= {GAP, CONTEXT_CODEC}
+
+
+def test_a_server_that_cannot_decode_the_codec_is_refused_at_start(tmp_path, uri: str) -> None:
+    model = tiny.llama()
+    sync = DeltaSyncCallback(uri, codec="context")
+    with StandInReplica(uri, model).running() as replica:
+        replica.codecs = [GAP]
+        trainer = grpo.grpo_trainer(tmp_path, model=model, url=replica.url, use_vllm=True, callbacks=[sync])
+        with pytest.raises(MappingError, match="codec='gap'"):
+            trainer.train()
 
 
 def test_evaluation_before_training_waits_for_weights_too(tmp_path, uri: str) -> None:

@@ -11,6 +11,8 @@ import torch
 
 from delta_sync import DTYPES, diff, encode_delta, model_fingerprint, state_digest, tensor_key
 from delta_sync.anchor_files import write_anchor_files
+from delta_sync.context_codec import CONTEXT_CODEC
+from delta_sync.context_file import Change, encode_against
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader
 from delta_sync.digest import digest
 from delta_sync.ledger import Ledger
@@ -42,10 +44,20 @@ def nudged(tensors: Mapping[str, torch.Tensor], share: float, seed: int) -> dict
     return out
 
 
+def small_ones_stepped(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies whose elements below 2**-7 went up by one step, as an optimizer moves small weights most."""
+    out = {name: tensor.clone() for name, tensor in tensors.items()}
+    for value in out.values():
+        flat = bits(value)
+        flat[(flat >> 7 & 0xFF) < 120] += 1
+    return out
+
+
 class Publisher:
     """Publishes versions of a set of 16-bit tensors into a local folder."""
 
     dtype = "BF16"
+    context = False  # whether deltas are coded against the bits they change
 
     def __init__(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         self.uri = str(folder)
@@ -60,10 +72,19 @@ class Publisher:
         version = self._writer.head.version + 1
         deltas = [diff(n, DTYPES[self.dtype], new[n].shape, bits(self.tensors[n]), bits(new[n])) for n in new]
         deltas = [d for d in deltas if d.changed]
-        data = encode_delta(DeltaHeader("test", version, version - 1, DEFAULT_CODEC), deltas)
+        header = DeltaHeader("test", version, version - 1, DEFAULT_CODEC)
+        if self.context:
+            header, data, _ = encode_against(header, [self._change(name, new[name]) for name in new])
+            assert header.codec == CONTEXT_CODEC, "a change that the gap codec writes shorter tests nothing"
+        else:
+            data = encode_delta(header, deltas)
         self.tensors = dict(new if claimed is None else claimed)
         after = states(self.tensors, self.dtype)
-        return self._commit("delta", {d.name: after[d.name] for d in deltas}, [data], sum(d.changed for d in deltas))
+        count = sum(d.changed for d in deltas)
+        return self._commit("delta", {d.name: after[d.name] for d in deltas}, [data], count, header.codec)
+
+    def _change(self, name: str, new: torch.Tensor) -> Change:
+        return Change(name, DTYPES[self.dtype], tuple(new.shape), bits(self.tensors[name]), bits(new))
 
     def anchor(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         """Attach complete weights to the newest version."""
@@ -78,7 +99,9 @@ class Publisher:
         """Where a version's first object lies on disk."""
         return self._folder / manifest.objects[0].key
 
-    def _commit(self, kind: str, changed: Mapping[str, TensorState], objects: list[bytes], count: int) -> Manifest:
+    def _commit(
+        self, kind: str, changed: Mapping[str, TensorState], objects: list[bytes], count: int, codec: str | None = None
+    ) -> Manifest:
         everything = states(self.tensors, self.dtype)
         return self._writer.commit(
             kind,
@@ -89,6 +112,6 @@ class Publisher:
             objects,
             changed=count,
             total=sum(math.prod(t.shape) for t in self.tensors.values()),
-            codec=DEFAULT_CODEC if objects else None,
+            codec=codec,
             prompt_cache="all",
         )

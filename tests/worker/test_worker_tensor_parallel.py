@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from publishing import Publisher, nudged
+from publishing import Publisher, nudged, small_ones_stepped
 from replica import Replica, replica
 
 from delta_sync.plan import Position
@@ -60,6 +60,15 @@ def test_both_ranks_move_together_or_not_at_all(
     copies = set(attached[0]["regions"]) & set(attached[1]["regions"])
     assert any(".k_proj." in key for key in copies) and any("norm" in key for key in copies)
     assert not any(".q_proj." in key or ".experts." in key or "embed" in key for key in copies)
+
+    elsewhere = Publisher(tmp_path / "context", values)
+    elsewhere.context = True
+    elsewhere.delta(small_ones_stepped(values))
+    assert oks(live.rpc("attach", {"uri": elsewhere.uri})) == [True, True]
+    replies = live.stage(elsewhere.ledger.plan(Position(1, elsewhere.origin.sha256), None))
+    assert [reply["state"] for reply in replies] == ["failed", "failed"]
+    assert all("without tensor parallelism" in reply["error"]["error"] for reply in replies), replies
+    assert oks(live.rpc("attach", {"uri": publisher.uri, "fault": {"rank": 1, "at": "commit_half"}})) == [True, True]
 
     old_tokens = live.tokens()
     manifest = publisher.delta(new)

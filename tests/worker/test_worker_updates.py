@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from publishing import Publisher, nudged
+from publishing import Publisher, nudged, small_ones_stepped, states
 from replica import Replica, replica, same
 
 from delta_sync.plan import Position
@@ -91,3 +91,35 @@ def test_read_back(case: Case, tmp_path: Path) -> None:
     for name in ("model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"):
         (data,) = live.one("read_tensor", name)["regions"].values()
         assert data == case.new[name].view(torch.int16).numpy().tobytes()
+
+
+@pytest.mark.parametrize("start", ["position", "anchor"])
+def test_chains_of_context_coded_deltas(case: Case, tmp_path: Path, start: str) -> None:
+    """Each decodes only against the bits before it: those live, or an anchor's, with the deltas so far applied."""
+    live, served = case.live, case.new if same(case.live.bits(), case.fresh_bits) else case.publisher.tensors
+    publisher = Publisher(tmp_path / "run", served)
+    publisher.context = True
+    live.attach(publisher.uri)
+    origin = Position(publisher.origin.version, publisher.origin.sha256)
+    if start == "anchor":
+        publisher.tensors = nudged(served, 0.2, seed=5)
+        publisher = Publisher(tmp_path / "elsewhere", publisher.tensors)
+        publisher.context = True
+        publisher.anchor()
+        live.attach(publisher.uri)
+    for _ in range(2):
+        manifest = publisher.delta(small_ones_stepped(publisher.tensors))
+    plan = publisher.ledger.plan(origin if start == "position" else None, None)
+    assert plan is not None and plan.start == start and len(plan.deltas) == 2
+    (staged,) = live.stage(plan)
+    assert staged["state"] == "staged", staged
+    live.one("commit", manifest.version)
+    live.one("settle", manifest.version)
+    found = combined(live.attach(publisher.uri)["regions"])
+    assert found == {n: s.digest for n, s in states(publisher.tensors).items()}
+    restore = Publisher(tmp_path / "back", publisher.tensors)
+    restore.delta(served)
+    live.attach(restore.uri)
+    (staged,) = live.stage(restore.ledger.plan(Position(restore.origin.version, restore.origin.sha256), None))
+    live.one("commit", staged["target"])
+    live.one("settle", staged["target"])

@@ -58,7 +58,7 @@ VECTORS = {
 def main(folder: Path) -> None:
     folder.mkdir(parents=True)
     for name, (grid, changes) in VECTORS.items():
-        data, _ = encode_against(HEADER, changes, grid)
+        _, data, _ = encode_against(HEADER, changes, grid)
         if CONTEXT_CODEC.encode() not in data:
             raise SystemExit(f"{name} fell back to the gap codec")
         (folder / f"{name}.safetensors").write_bytes(data)

@@ -15,12 +15,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from delta_sync.cli.report import FINE, PROBLEM, UNREACHABLE, AsJson, Report, Table, finish, size
+from delta_sync.cli.report import FINE, PROBLEM, UNREACHABLE, AsJson, Report, Table, finish, many, size
 from delta_sync.cli.run import checked_uri
 from delta_sync.cli.timed_store import TimedStore
 from delta_sync.errors import ConflictError, DeltaSyncError, NotFoundError
 from delta_sync.ledger import Ledger
-from delta_sync.store.base import Store
 from delta_sync.store.keys import ANCHORS, HEAD
 from delta_sync.store.local import LocalStore
 
@@ -32,7 +31,7 @@ Result = Literal["ok", "warn", "fail", "n/a"]
 def doctor(
     uri: Annotated[str, typer.Argument(metavar="URI", callback=checked_uri, help="The run's folder or bucket.")],
     read_only: Annotated[bool, typer.Option("--read-only", help="Write nothing: for a replica's credentials.")] = False,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a call to the store has failed.")] = 30.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a call to the store has failed.")] = 60.0,
     as_json: AsJson = False,
 ) -> None:
     """Check credentials, speed, create-only writes, listings, clock and space, and say what to do.
@@ -95,10 +94,11 @@ class _Doctor:
 
     def _reach(self) -> Check:
         start = time.monotonic()
-        self.store: Store = TimedStore(self.uri, self.timeout)
-        self.inner = self.store.inner if isinstance(self.store, TimedStore) else self.store
+        self.store = TimedStore(self.uri, self.timeout)
+        self.inner = self.store.inner
+        self.new = isinstance(self.inner, LocalStore) and not self.inner.root.exists()
         listed = sum(1 for _ in self.store.list("epochs/"))
-        return Check("reach", "ok", f"opened and listed in {_time(time.monotonic() - start)}, {listed} epochs")
+        return Check("reach", "ok", f"opened and listed in {_time(time.monotonic() - start)}, {many(listed, 'epoch')}")
 
     def _run(self) -> Check:
         head = Ledger(self.store).head()
@@ -206,7 +206,11 @@ class _Doctor:
             with contextlib.suppress(OSError):  # not empty: somebody else's
                 for folder in (self.inner.root / self.scratch, self.inner.root / "doctor"):
                     folder.rmdir()
-        return Check("clean-up", "ok", "nothing left behind")
+                if self.new:
+                    self.inner.root.rmdir()
+        if isinstance(self.inner, LocalStore) or self.store.uri.startswith("hf://"):
+            return Check("clean-up", "ok", "nothing left behind")
+        return Check("clean-up", "ok", "nothing left but the store's own probe, which trainers write too")
 
 
 def _report(patient: _Doctor, read_only: bool) -> Report:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import typer
 
 from delta_sync.bitmap import Bits
-from delta_sync.cli.report import AsJson, Report, Table, finish, percent, size
+from delta_sync.cli.report import AsJson, Report, Table, finish, many, percent, size
 from delta_sync.cli.run import checked_uri, open_ledger, split_version, version_of
 from delta_sync.cli.weights import read_delta
 from delta_sync.container import read_container
@@ -50,10 +50,7 @@ def _read_file(path: Path) -> Object:
 def _of_version(uri: str, version: int | None, top: int) -> Report:
     ledger = open_ledger(uri)
     manifest = version_of(ledger, version)
-    objects = []
-    for ref in manifest.objects:
-        header, deltas = read_delta(ledger, manifest, ref)
-        objects.append((ref.key, ledger.read_object(ref), header, deltas))
+    objects = [(ref.key, *read_delta(ledger, manifest, ref)) for ref in manifest.objects]
     if not objects:
         got = f"{manifest.kind} {manifest.version} without objects"
         raise FormatError(f"delta of {ledger.store.uri}", expected="at least one object", got=got)
@@ -136,7 +133,7 @@ def _ranges(counts: Counter[int]) -> list[tuple[int, int, int]]:
 def _parts(document: dict[str, Any]) -> list[Table | str]:
     changed, total = document["changed_elements"], document["bytes"]
     each = "" if not changed else f", {total / changed:.2f} bytes a changed element"
-    parts: list[Table | str] = [f"{document['what']}: {document['tensors']} tensors, {changed:,} changed{each}"]
+    parts: list[Table | str] = [f"{document['what']}: {many(document['tensors'], 'tensor')}, {changed:,} changed{each}"]
     columns = ("object", ">version", ">base", "codec", ">bytes", "sha256")
     rows = [
         [o["key"], o["version"], o["base_version"], o["codec"], size(o["bytes"]), o["sha256"][:16]]

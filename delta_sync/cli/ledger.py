@@ -21,7 +21,7 @@ def ledger(
 ) -> None:
     """Every version of a run, and every replica that acknowledged one.
 
-    Exits with 1 if there is no version, an older one or an anchor is damaged, or a replica refused one.
+    Exits with 1 if there is no version, a manifest or an anchor's record is damaged, or a replica refused a version.
     """
     finish(as_json, lambda: _report(open_ledger(uri), last))
 
@@ -32,7 +32,7 @@ def _report(run: Ledger, last: int | None) -> Report:
     anchored = set(run.anchors())
     versions = [_version(run, manifest, anchored, now) for manifest in chain.versions]
     replicas = [_replica(ack, chain, now) for ack in run.acknowledgements().values()]
-    damaged = chain.ends_in_damage or any("error" in (version["anchor"] or {}) for version in versions)
+    damaged = chain.start or chain.ends_in_damage or any("error" in (version["anchor"] or {}) for version in versions)
     troubled = any(replica["state"] != "live" for replica in replicas)
     newest = chain.versions[-1]
     head = f"run {newest.run} at {run.store.uri}: version {newest.version}, epoch {newest.epoch}"
@@ -42,13 +42,16 @@ def _report(run: Ledger, last: int | None) -> Report:
         "newest": newest.version,
         "epoch": newest.epoch,
         "versions": versions,
+        "damaged_newest": str(chain.start) if chain.start else None,
         "chain_end": str(chain.end) if chain.end else None,
         "replicas": replicas,
     }
     parts: list[Table | str] = [head, _versions_table(versions)]
+    if chain.start:
+        parts.append(f"a newer one is damaged: {chain.start}")
     if chain.end:
         parts.append(f"nothing older: {chain.end}")
-    parts.append(_replicas_table(replicas) if replicas else "\nno replica acknowledged a version")
+    parts.append(_replicas_table(replicas) if replicas else "no replica acknowledged a version")
     return Report(document, parts, PROBLEM if damaged or troubled else FINE)
 
 
@@ -145,6 +148,8 @@ def _replicas_table(replicas: list[dict[str, Any]]) -> Table:
 
 
 def _trouble(replica: dict[str, Any]) -> str:
+    if replica["error"] is None and replica["on_chain"] is False:
+        return "serves a version that is none of this chain's"
     if replica["error"] is None:
         return "-"
     refused = f"refused {replica['refused_version']}: " if replica["refused_version"] else ""

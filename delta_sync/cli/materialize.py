@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from delta_sync.anchor_files import INDEX, iter_anchor_tensors, parse_shard, write_anchor_files
-from delta_sync.cli.report import FINE, AsJson, Report, finish, size
+from delta_sync.cli.report import FINE, AsJson, Report, finish, many, size
 from delta_sync.cli.run import checked_uri, open_ledger, split_version, version_of
 from delta_sync.cli.weights import Weights, read_delta
 from delta_sync.ledger import Ledger
@@ -54,8 +54,9 @@ def _report(ledger: Ledger, version: int | None, folder: Path) -> Report:
         "files": names,
         "bytes": total,
     }
-    done = f"version {target.version} in {folder}: {len(names)} files, {size(total)}"
-    how = f"anchor {plan.anchor.version} and {len(plan.deltas)} deltas, state digest {target.state_digest[:16]} proven"
+    done = f"version {target.version} in {folder}: {many(len(names), 'file')}, {size(total)}"
+    start = f"from the anchor of version {plan.anchor.version} and {many(len(plan.deltas), 'delta')}"
+    how = f"{start}; state digest {target.state_digest[:16]} proven"
     if "config.json" in names:
         return Report(document, [done, how], FINE)
     lacking = "the anchor has no config.json: put the model's config and tokenizer beside the weights"
@@ -66,7 +67,7 @@ def _write(ledger: Ledger, plan: Plan, anchor: AnchorRecord, target: Manifest, f
     """The names of the checkpoint's files; the folder appears whole, or not at all."""
     weights = Weights(iter_anchor_tensors(ledger, anchor))
     for manifest in plan.deltas:
-        weights.advance(manifest, (read_delta(ledger, manifest, ref)[1] for ref in manifest.objects))
+        weights.advance(manifest, (read_delta(ledger, manifest, ref)[2] for ref in manifest.objects))
     partial = folder.absolute().parent / f".{folder.name}.partial-{uuid.uuid4().hex[:8]}"
     try:
         names = [*write_anchor_files(partial, weights.tensors())]

@@ -108,6 +108,11 @@ def percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.2f}%" if whole else "-"
 
 
+def many(count: int, what: str) -> str:
+    """``1 file``, ``1,024 files``."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def size(count: int) -> str:
     """Bytes for people: ``512 B``, ``1.5 MiB``."""
     value, unit = float(count), "B"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from delta_sync.cli.timed_store import TimedStore
 from delta_sync.errors import ChainError, DeltaSyncError, FormatError, IntegrityError, NotFoundError, StoreError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest
+from delta_sync.manifest_reader import ManifestReader
+from delta_sync.store.keys import MANIFESTS
 from delta_sync.store.open import check_uri
 
 DAMAGE = (ChainError, FormatError, IntegrityError, NotFoundError)
@@ -54,10 +57,14 @@ def version_of(ledger: Ledger, version: int | None) -> Manifest:
 
 @dataclass(frozen=True)
 class Chain:
-    """Versions, oldest first, down to the run's start or to ``end``: why nothing older could be reached."""
+    """Versions, oldest first, down to the run's start or to ``end``: why nothing older could be reached.
+
+    ``start``: what is wrong with a newer version, so that these begin below it.
+    """
 
     versions: tuple[Manifest, ...]
     end: DeltaSyncError | None = None
+    start: DeltaSyncError | None = None
 
     @property
     def ends_in_damage(self) -> bool:
@@ -67,13 +74,27 @@ class Chain:
 
 def read_chain(ledger: Ledger, last: int | None = None) -> Chain:
     """The newest version and those before it, each found by the hash that its child names; at most ``last``."""
-    found = [newest(ledger)]
+    head, start = _newest_readable(ledger)
+    found = [head]
     while last is None or len(found) < last:
         try:
             parent = ledger.parent(found[-1])
         except DAMAGE as error:
-            return Chain(tuple(reversed(found)), error)
+            return Chain(tuple(reversed(found)), error, start)
         if parent is None:
             break
         found.append(parent)
-    return Chain(tuple(reversed(found)))
+    return Chain(tuple(reversed(found)), None, start)
+
+
+def _newest_readable(ledger: Ledger) -> tuple[Manifest, DeltaSyncError | None]:
+    """The newest version; if it is damaged the newest one that can be read, and the damage."""
+    try:
+        return newest(ledger), None
+    except (FormatError, IntegrityError) as error:
+        damage = error
+    reader = ManifestReader(ledger.store, ledger.limits)
+    for name in reversed(reader.names(MANIFESTS)):
+        with contextlib.suppress(*DAMAGE):
+            return reader.read(name), damage
+    raise damage

@@ -11,7 +11,7 @@ from delta_sync.store.attempts import Deadline, TooLateError, within
 from delta_sync.store.base import ObjectInfo, Store
 from delta_sync.store.open import open_store, redact_uri
 
-SECONDS = 60.0
+SECONDS = 120.0  # more than the stores take for all their retries, as their errors say more
 SLOWEST = 1024**2  # bytes a second that a large read or write may take
 Result = TypeVar("Result")
 

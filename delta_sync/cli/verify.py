@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from delta_sync.anchor_files import Tensor, parse_shard
-from delta_sync.cli.report import FINE, PROBLEM, AsJson, Report, Table, finish, size
+from delta_sync.cli.report import FINE, PROBLEM, AsJson, Report, Table, finish, many, size
 from delta_sync.cli.run import DAMAGE, Chain, checked_uri, open_ledger, read_chain
 from delta_sync.cli.weights import Deltas, Weights, read_delta
 from delta_sync.errors import DeltaSyncError, IntegrityError
@@ -58,7 +58,9 @@ class Verification:
         """Check all that the newest version's chain names."""
         chain = read_chain(self.ledger)
         anchored = set(self.ledger.anchors())
-        oldest = chain.versions[0]
+        oldest, newest = chain.versions[0], chain.versions[-1]
+        if chain.start is not None:
+            self._note(newest.version, "newest manifest or HEAD.json", chain.start, HEAL)
         if chain.end is not None and (chain.ends_in_damage or not self._reachable(chain, anchored)):
             self._note(oldest.version - 1, f"manifest of version {oldest.version - 1}", chain.end, GONE)
         for manifest in chain.versions:
@@ -81,7 +83,7 @@ class Verification:
         ref = manifest.objects[number]
         self.objects += 1
         try:
-            _, deltas = read_delta(self.ledger, manifest, ref)
+            *_, deltas = read_delta(self.ledger, manifest, ref)
         except DAMAGE as error:
             self._note(manifest.version, ref.key, error, HEAL)
             return None
@@ -165,11 +167,12 @@ def _report(verification: Verification) -> Report:
     }
     parts: list[Table | str] = [
         f"run {newest.run} at {verification.ledger.store.uri}: versions {first} to {newest.version}",
-        f"{count} manifests and {verification.objects} objects read, {size(verification.bytes)} as promised",
-        f"{proven} of {count} versions proven by applying them to an anchor's weights",
+        f"{many(count, 'manifest')} and {many(verification.objects, 'object')} read, "
+        f"{size(verification.bytes)} as promised",
+        f"{proven} of {many(count, 'version')} proven by applying deltas to an anchor's weights",
     ]
     if proven < count:
-        parts.append("the others have no whole anchor below them, so that only their hashes were checked")
+        parts.append("the others have damage below them, or no anchor: only their hashes were checked")
     if not verification.damage:
         return Report(document, [*parts, "no damage found"], FINE)
     rows = [[d.version, d.object, d.problem, d.remedy] for d in verification.damage]

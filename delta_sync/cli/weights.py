@@ -18,19 +18,20 @@ from delta_sync.tensor_delta import TensorDelta
 Deltas = list[TensorDelta]
 
 
-def read_delta(ledger: Ledger, manifest: Manifest, ref: ObjectRef) -> tuple[DeltaHeader, Deltas]:
+def read_delta(ledger: Ledger, manifest: Manifest, ref: ObjectRef) -> tuple[bytes, DeltaHeader, Deltas]:
     """One object of a version, whose size, sha256, header and tensors are those that the manifest promises.
 
-    IntegrityError, FormatError or NotFoundError.
+    Its bytes, and what they decode to; IntegrityError, FormatError or NotFoundError.
     """
-    header, deltas = decode_delta(ledger.read_object(ref), ledger.limits)
+    data = ledger.read_object(ref)
+    header, deltas = decode_delta(data, ledger.limits)
     for what in ("run", "version", "base_version", "codec"):
         _expect(f"{what} in the header of {ref.key}", getattr(manifest, what), getattr(header, what))
     for delta in deltas:
         state = manifest.tensors.get(delta.name)
         promised = None if state is None else (state.dtype, state.shape)
         _expect(f"tensor {delta.name!r} in {ref.key}", promised, (delta.dtype.name, delta.shape))
-    return header, deltas
+    return data, header, deltas
 
 
 class Weights:

@@ -22,6 +22,12 @@ def test_a_good_folder(run, as_json):
     assert sorted(run.folder.rglob("*")) == before
 
 
+def test_a_folder_that_is_not_there_is_not_left_there(tmp_path, as_json):
+    code, found = as_json("doctor", tmp_path / "new")
+    assert (code, results(found)["run"]) == (0, "n/a")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_read_only_writes_nothing(run, as_json, monkeypatch):
     for name in ("put", "create", "put_file", "delete"):
         monkeypatch.setattr(LocalStore, name, None)
@@ -73,6 +79,13 @@ def test_an_object_store(s3, as_json):
     assert {"fail", "warn"}.isdisjoint(results(found).values())
     assert results(found)["create-only"] == "ok"
     assert list(open_store(s3).list("doctor/")) == []
+
+
+def test_a_hub_bucket_where_a_second_trainer_is_only_detected(hub_bucket, as_json):
+    code, found = as_json("doctor", f"hf://buckets/{hub_bucket}/run")
+    assert code == 0
+    assert {name for name, result in results(found).items() if result not in ("ok", "n/a")} == {"create-only"}
+    assert list(open_store(f"hf://buckets/{hub_bucket}/run").list("doctor/")) == []
 
 
 def test_a_bucket_that_is_not_there(s3, as_json):

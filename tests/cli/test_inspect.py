@@ -8,13 +8,14 @@ BF16 = dtype("BF16")
 
 
 def test_histograms_of_known_changes(tmp_path, as_json):
-    old = np.full(100, 0x3F80, np.uint16)
+    old = np.full(100, 0x3F80, np.int64)
     new = old.copy()
     for position, step in {0: 1, 1: -1, 10: 5, 99: -64}.items():
-        new[position] += np.int16(step).astype(np.uint16)
+        new[position] = old[position] + step
     other = raw("bias", BF16, (4,), np.array([3]), np.array([7], np.uint16))
     data = encode_delta(
-        DeltaHeader("run", 2, 1, "gap8-ulp8-zstd", {"note": "x"}), [diff("w", BF16, (10, 10), old, new), other]
+        DeltaHeader("run", 2, 1, "gap8-ulp8-zstd", {"note": "x"}),
+        [diff("w", BF16, (10, 10), old.astype(np.uint16), new.astype(np.uint16)), other],
     )
     (tmp_path / "delta.safetensors").write_bytes(data)
     code, found = as_json("inspect", tmp_path / "delta.safetensors")

@@ -28,7 +28,11 @@ def test_replicas_with_lag_and_error_and_exit_1_for_a_refusal(run, cli, as_json)
     run.acknowledge("west", 4, state="refused", **trouble)
     code, found = as_json("ledger", run.uri)
     assert code == 1
-    assert [(r["replica"], r["lag"], r["on_chain"]) for r in found["replicas"]] == [("east", 0, True), ("west", 2, True)]
+    replicas = [(r["replica"], r["lag"], r["on_chain"]) for r in found["replicas"]]
+    assert replicas == [
+        ("east", 0, True),
+        ("west", 2, True),
+    ]
     code, out, _ = cli("ledger", run.uri)
     assert code == 1
     line = next(line for line in out.splitlines() if line.startswith("west"))

@@ -60,6 +60,22 @@ def test_damaged_descriptions(run, as_json, key):
     assert len(found["damage"]) == 1
 
 
+@pytest.mark.parametrize("key", ["HEAD.json", "newest manifest"])
+def test_a_damaged_newest_version_is_named_and_the_rest_still_checked(run, as_json, key):
+    other = run.manifests[5].objects[0].key
+    run.damage(other)
+    if key == "HEAD.json":  # damage that JSON does not show: another hash
+        head = (run.folder / key).read_text()
+        (run.folder / key).write_text(head.replace(run.manifests[6].sha256, "0" * 64))
+    else:
+        run.damage(run.manifests[6].key)
+    code, found = as_json("verify", run.uri)
+    assert code == 1
+    assert [d["object"] for d in found["damage"]] == ["newest manifest or HEAD.json", other]
+    assert found["newest"] == (6 if key == "HEAD.json" else 5)
+    assert as_json("ledger", run.uri)[0] == 1
+
+
 def test_a_second_epoch_is_followed(run, as_json):
     later = Publisher(run.uri, run.publisher.weights)
     later.origin()

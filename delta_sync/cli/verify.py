@@ -145,8 +145,9 @@ class Verification:
                 self.bytes += ref.size
 
     def _note(self, version: int, key: str, error: DeltaSyncError, remedy: str) -> None:
-        error = type(error)(error.what, expected=error.expected, got=error.got)  # our remedy knows more
-        self.damage.append(Damage(version, key, str(error), remedy))
+        what = error.what.replace(f" of object {key}", "").replace(f" of {key}", "")  # the key is beside it
+        problem = str(type(error)(what, expected=error.expected, got=error.got))  # and our remedy knows more
+        self.damage.append(Damage(version, key, problem, remedy))
 
 
 def _report(verification: Verification) -> Report:

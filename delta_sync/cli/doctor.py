@@ -22,6 +22,7 @@ from delta_sync.errors import ConflictError, DeltaSyncError, NotFoundError
 from delta_sync.ledger import Ledger
 from delta_sync.store.keys import ANCHORS, HEAD
 from delta_sync.store.local import LocalStore
+from delta_sync.store.open import shown_uri
 
 SMALL, LARGE, TIMES = 1024, 8 * 1024**2, 5
 SLOW_SECONDS, SKEW_SECONDS, FREE_BYTES = 2.0, 5.0, 1024**3
@@ -217,9 +218,14 @@ def _report(patient: _Doctor, read_only: bool) -> Report:
     reached = patient.look(read_only)
     failed = any(check.result == "fail" for check in patient.checks)
     code = UNREACHABLE if not reached else PROBLEM if failed else FINE
-    document: dict[str, object] = {"read_only": read_only, "checks": [vars(check) for check in patient.checks]}
+    uri = shown_uri(patient.uri)
+    document: dict[str, object] = {
+        "uri": uri,
+        "read_only": read_only,
+        "checks": [vars(check) for check in patient.checks],
+    }
     rows = [[check.name, check.result, check.found, check.advice or "-"] for check in patient.checks]
-    return Report(document, [Table("store", ("check", "result", "found", "what to do"), rows)], code)
+    return Report(document, [Table(uri, ("check", "result", "found", "what to do"), rows)], code)
 
 
 def _median(call: Callable[[str], object], keys: list[str]) -> float:

@@ -28,8 +28,8 @@ def materialize(
 ) -> None:
     """Write a version's weights as a Hugging Face checkpoint, proven by digest before it is put in place.
 
-    Starts from the nearest anchor below and applies the deltas behind it; holds one model in memory. Config and
-    tokenizer are the anchor's.
+    Starts from the nearest anchor below and applies the deltas behind it; holds one model and one file in memory.
+    Config and tokenizer are the anchor's.
     """
     uri, version = split_version(what)
     checked_uri(uri)

@@ -49,7 +49,9 @@ def finish(as_json: bool, make: Callable[[], Report]) -> None:
     if as_json:
         typer.echo(json.dumps(report.document, indent=2, ensure_ascii=False))
     else:
-        for part in report.parts:
+        for number, part in enumerate(report.parts):
+            if number and isinstance(part, Table):
+                typer.echo()
             _print(part)
     for line in report.errors:
         typer.echo(f"delta-sync: {printable(line)}", err=True)
@@ -94,7 +96,7 @@ def _print_plain(table: Table) -> None:
     names = [column.lstrip(">") for column in table.columns]
     lines = [names, *([printable(value) for value in row] for row in table.rows)]
     widths = [max(len(line[k]) for line in lines) for k in range(len(names))]
-    typer.echo(f"\n{table.title}")
+    typer.echo(table.title)
     for line in lines:
         cells = (
             text.rjust(width) if column.startswith(">") else text.ljust(width)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from delta_sync.ack import Ack
+
 
 def test_every_version_with_its_bytes_parent_and_anchor(run, as_json):
     code, found = as_json("ledger", run.uri)
@@ -40,6 +42,13 @@ def test_replicas_with_lag_and_error_and_exit_1_for_a_refusal(run, cli, as_json)
     assert "\x1b" not in out  # a replica's words must not steer a terminal
 
 
+def test_a_replica_that_serves_none_of_these_versions(run, cli, as_json):
+    run.publisher.ledger.acknowledge(Ack("astray", 5, "0" * 64, 1, "live", None, None, None, None, 1.8e9))
+    assert as_json("ledger", run.uri)[1]["replicas"][0]["on_chain"] is False
+    assert as_json("ledger", run.uri, "--last", 1)[1]["replicas"][0]["on_chain"] is None
+    assert "serves a version that is none of this chain's" in cli("ledger", run.uri)[1]
+
+
 def test_an_empty_place_is_a_problem_and_no_traceback(tmp_path, cli, as_json):
     code, out, err = cli("ledger", tmp_path / "nothing")
     assert (code, out) == (1, "")
@@ -61,9 +70,7 @@ def test_a_misspelt_uri_is_wrong_usage(cli):
 
 
 def test_a_store_that_cannot_be_read_exits_with_3(tmp_path, as_json):
-    (tmp_path / "file").write_text("no folder")
-    (tmp_path / "run").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "manifests").symlink_to(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "manifests").symlink_to(tmp_path)  # which a store must not follow
     code, found = as_json("ledger", tmp_path / "run")
     assert (code, found["error"]["kind"]) == (3, "StoreError")

@@ -38,8 +38,8 @@ def fold_chain(
     ``limit`` bytes.
     """
     folded: Folded = {}
-    base = BaseBits(start, folded, check)
     for manifest in manifests:
+        base = BaseBits(start, dict(folded), check)  # a version's objects all change the bits of the version before
         for ref in manifest.objects:
             reading(ref.key)
             header, deltas = decode_against(ledger.read_object(ref), base)

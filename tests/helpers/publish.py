@@ -140,7 +140,13 @@ class Publisher:
             del store.put  # type: ignore[method-assign]
 
     def _commit(
-        self, kind: Any, states: dict[str, TensorState], tensors: dict[str, TensorState], objects: list[bytes], n: int
+        self,
+        kind: Any,
+        states: dict[str, TensorState],
+        tensors: dict[str, TensorState],
+        objects: list[bytes],
+        n: int,
+        codec: str = CODEC,
     ) -> Manifest:
         manifest = self.writer.commit(
             kind,
@@ -151,7 +157,7 @@ class Publisher:
             objects,
             changed=n,
             total=sum(w.size for w in self.weights.values()),
-            codec=CODEC if objects else None,
+            codec=codec if objects else None,
             prompt_cache="all",
         )
         self.published = {name: value.copy() for name, value in self.weights.items()}

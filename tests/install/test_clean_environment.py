@@ -35,6 +35,7 @@ def test_the_wheel_holds_three_packages_and_the_entry_points(wheel: Path) -> Non
     assert top == {"delta_sync", "trl_callback", "vllm_delta_plugin"}
     assert "[vllm.general_plugins]" in points
     assert "[vllm.endpoint_plugins]" in points
+    assert "delta-sync = delta_sync.cli:main" in points
 
 
 @pytest.mark.long

@@ -1,0 +1,20 @@
+"""All commands, under one name."""
+
+from __future__ import annotations
+
+import typer
+
+from delta_sync.cli.doctor import doctor
+from delta_sync.cli.inspect import inspect
+from delta_sync.cli.ledger import ledger
+from delta_sync.cli.materialize import materialize
+from delta_sync.cli.verify import verify
+
+app = typer.Typer(
+    help="Look at a run of delta-weight-sync, prove it, and get checkpoints out of it.",
+    epilog="Exit codes: 0 fine, 1 a problem was found, 2 wrong usage, 3 the store did not answer.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+for command in (ledger, inspect, verify, materialize, doctor):
+    app.command()(command)

@@ -1,0 +1,168 @@
+"""``delta-sync inspect``: what a delta consists of, and where the model changes."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+import typer
+
+from delta_sync.bitmap import Bits
+from delta_sync.cli.report import AsJson, Report, Table, finish, many, percent, size
+from delta_sync.cli.run import checked_uri, open_ledger, split_version, version_of
+from delta_sync.cli.weights import no_base, read_delta
+from delta_sync.container import read_container
+from delta_sync.context_file import decode_against
+from delta_sync.delta_file import DeltaHeader
+from delta_sync.errors import FormatError, IntegrityError
+from delta_sync.limits import DEFAULT_LIMITS
+from delta_sync.tensor_delta import TensorDelta
+
+
+def inspect(
+    what: Annotated[str, typer.Argument(metavar="FILE|URI[@VERSION]", help="A delta object, or a version of a run.")],
+    top: Annotated[int, typer.Option(min=1, help="How many of the most changed tensors to show.")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Header, sizes, gaps, ULP steps and the most changed tensors of a delta; the newest if no version is named."""
+    if Path(what).is_file():
+        finish(as_json, lambda: _report(what, [_read_file(Path(what))], top))
+    uri, version = split_version(what)
+    finish(as_json, lambda: _of_version(checked_uri(uri), version, top))
+
+
+Object = tuple[str, bytes, DeltaHeader, list[TensorDelta]]
+
+
+def _read_file(path: Path) -> Object:
+    if (count := path.stat().st_size) > DEFAULT_LIMITS.object_bytes:
+        expected = f"at most {DEFAULT_LIMITS.object_bytes} bytes"
+        raise IntegrityError(f"size of {path}", expected=expected, got=count)
+    data = path.read_bytes()
+    return (str(path), data, *decode_against(data, no_base))
+
+
+def _of_version(uri: str, version: int | None, top: int) -> Report:
+    ledger = open_ledger(uri)
+    manifest = version_of(ledger, version)
+    objects = [(ref.key, *read_delta(ledger, manifest, ref)) for ref in manifest.objects]
+    if not objects:
+        got = f"{manifest.kind} {manifest.version} without objects"
+        raise FormatError(f"delta of {ledger.store.uri}", expected="at least one object", got=got)
+    return _report(f"{ledger.store.uri}@{manifest.version}", objects, top)
+
+
+def _report(what: str, objects: Sequence[Object], top: int) -> Report:
+    deltas = [delta for *_, found in objects for delta in found]
+    changed, total = sum(delta.changed for delta in deltas), sum(len(data) for _, data, *_ in objects)
+    gaps, ups, downs = Counter[int](), Counter[int](), Counter[int]()
+    for delta in deltas:
+        gaps += _powers(np.diff(delta.positions, prepend=-1) - 1)
+        if delta.encoding == "ulp":
+            up, down = _sizes(delta.values)
+            ups += _powers(up)
+            downs += _powers(down)
+    streams = _streams(objects)
+    most = sorted(deltas, key=lambda delta: -delta.changed)[:top]
+    document: dict[str, Any] = {
+        "what": what,
+        "objects": [_object(*found) for found in objects],
+        "tensors": len({delta.name for delta in deltas}),
+        "changed_elements": changed,
+        "bytes": total,
+        "bytes_per_changed_element": total / changed if changed else None,
+        "streams": streams,
+        "gaps": [{"from": low, "to": high, "count": gaps[k]} for k, low, high in _ranges(gaps)],
+        "steps": [{"from": low, "to": high, "up": ups[k], "down": downs[k]} for k, low, high in _ranges(ups | downs)],
+        "raw_elements": sum(delta.changed for delta in deltas if delta.encoding == "raw"),
+        "top": [_tensor(delta) for delta in most],
+    }
+    return Report(document, _parts(document))
+
+
+def _object(key: str, data: bytes, header: DeltaHeader, deltas: Sequence[TensorDelta]) -> dict[str, object]:
+    return {"key": key, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), **vars(header)}
+
+
+def _tensor(delta: TensorDelta) -> dict[str, object]:
+    return {
+        "name": delta.name,
+        "dtype": delta.dtype.name,
+        "shape": list(delta.shape),
+        "encoding": delta.encoding,
+        "changed_elements": delta.changed,
+        "elements": math.prod(delta.shape),
+    }
+
+
+def _streams(objects: Sequence[Object]) -> dict[str, int]:
+    """Bytes by kind of stream, and what is left for headers."""
+    found = Counter[str]()
+    for _, data, *_ in objects:
+        streams = read_container(data, DEFAULT_LIMITS)[1]
+        for name, stream in streams.items():
+            found[name.partition(".")[2]] += len(stream)
+        found["header"] += len(data) - sum(map(len, streams.values()))
+    return dict(found)
+
+
+def _sizes(steps: Bits) -> tuple[Bits, Bits]:
+    """ULP steps modulo 2**width as sizes of those upwards and of those downwards."""
+    down = steps >> np.array(8 * steps.itemsize - 1, steps.dtype) != 0
+    return steps[~down], (~steps[down] + np.array(1, steps.dtype)).astype(steps.dtype)
+
+
+def _powers(values: npt.NDArray[Any]) -> Counter[int]:
+    """How many values have k bits: 0 is none, 1 has one, 2 and 3 have two, 4 to 7 have three."""
+    bits = np.frexp(values.astype(np.float64))[1]
+    return Counter({int(k): int(count) for k, count in zip(*np.unique(bits, return_counts=True), strict=True)})
+
+
+def _ranges(counts: Counter[int]) -> list[tuple[int, int, int]]:
+    """(k, lowest, highest) value of k bits, for every k up to the greatest that occurs."""
+    if not counts:
+        return []
+    return [(k, 2 ** (k - 1) if k else 0, 2**k - 1) for k in range(min(counts), max(counts) + 1)]
+
+
+def _parts(document: dict[str, Any]) -> list[Table | str]:
+    changed, total = document["changed_elements"], document["bytes"]
+    each = "" if not changed else f", {total / changed:.2f} bytes a changed element"
+    parts: list[Table | str] = [f"{document['what']}: {many(document['tensors'], 'tensor')}, {changed:,} changed{each}"]
+    columns = ("object", ">version", ">base", "codec", ">bytes", "sha256")
+    rows = [
+        [o["key"], o["version"], o["base_version"], o["codec"], size(o["bytes"]), o["sha256"][:16]]
+        for o in document["objects"]
+    ]
+    parts.append(Table(f"objects of run {document['objects'][0]['run']}", columns, rows))
+    streams = [
+        [name, size(count), f"{count / changed:.3f}" if changed else "-"] for name, count in document["streams"].items()
+    ]
+    parts.append(Table("streams", ("stream", ">bytes", ">per changed element"), streams))
+    gaps = [[_range(row), f"{row['count']:,}", percent(row["count"], changed)] for row in document["gaps"]]
+    parts.append(Table("gaps: unchanged elements before a changed one", (">gap", ">count", ">share"), gaps))
+    stepped = changed - document["raw_elements"]
+    steps = [
+        [_range(row), f"{row['up']:,}", f"{row['down']:,}", percent(row["up"] + row["down"], stepped)]
+        for row in document["steps"]
+    ]
+    parts.append(Table("ULP steps", (">size", ">up", ">down", ">share"), steps))
+    if document["raw_elements"]:
+        parts.append(f"{document['raw_elements']:,} elements as raw bits")
+    rows = [
+        [t["name"], t["dtype"], "x".join(map(str, t["shape"])), f"{t['changed_elements']:,}",
+         percent(t["changed_elements"], t["elements"])]
+        for t in document["top"]
+    ]  # fmt: skip
+    parts.append(Table("most changed tensors", ("tensor", "dtype", "shape", ">changed", ">%"), rows))
+    return parts
+
+
+def _range(row: dict[str, int]) -> str:
+    return str(row["from"]) if row["from"] == row["to"] else f"{row['from']}-{row['to']}"

@@ -1,0 +1,133 @@
+"""What a command has to say, how it says it, and the exit code that goes with it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from delta_sync.errors import DeltaSyncError, NotFoundError, StoreError, SyncTimeoutError
+
+FINE, PROBLEM, USAGE, UNREACHABLE = 0, 1, 2, 3
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on standard output, and nothing else.")]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of texts; a column's name that begins with ``>`` aligns it to the right."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """``document`` is what ``--json`` prints, ``parts`` what a person reads, ``exit_code`` what a script asks."""
+
+    document: dict[str, object]
+    parts: Sequence[Table | str] = ()
+    exit_code: int = FINE
+    errors: Sequence[str] = field(default=())  # to standard error
+
+
+def finish(as_json: bool, make: Callable[[], Report]) -> None:
+    """Print what ``make`` returns, or the error that it raises, and exit with its code."""
+    try:
+        report = make()
+    except DeltaSyncError as error:
+        report = _failed(error, exit_code_of(error))
+    except OSError as error:  # a local file or folder that the user named
+        report = _failed(error, PROBLEM)
+    if as_json:
+        typer.echo(json.dumps(report.document, indent=2, ensure_ascii=False))
+    else:
+        for number, part in enumerate(report.parts):
+            if number and isinstance(part, Table):
+                typer.echo()
+            _print(part)
+    for line in report.errors:
+        typer.echo(f"delta-sync: {printable(line)}", err=True)
+    raise typer.Exit(report.exit_code)
+
+
+def exit_code_of(error: DeltaSyncError) -> int:
+    """3 where the store failed, 1 where what it holds is wrong."""
+    unreachable = isinstance(error, (StoreError, SyncTimeoutError)) and not isinstance(error, NotFoundError)
+    return UNREACHABLE if unreachable else PROBLEM
+
+
+def _failed(error: DeltaSyncError | OSError, code: int) -> Report:
+    document: dict[str, object] = {"error": {"kind": type(error).__name__, "message": str(error)}}
+    return Report(document, exit_code=code, errors=[str(error)])
+
+
+def printable(value: object) -> str:
+    """Text that may go to a terminal: whoever writes to the bucket must not steer it."""
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in str(value))
+
+
+def _print(part: Table | str) -> None:
+    if isinstance(part, str):
+        typer.echo(printable(part))
+    elif sys.stdout.isatty():
+        _print_rich(part)
+    else:
+        _print_plain(part)
+
+
+def _print_rich(table: Table) -> None:
+    rich = RichTable(title=table.title, title_justify="left")
+    for column in table.columns:
+        rich.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left")
+    for row in table.rows:
+        rich.add_row(*(Text(printable(value)) for value in row))
+    Console().print(rich)
+
+
+def _print_plain(table: Table) -> None:
+    names = [column.lstrip(">") for column in table.columns]
+    lines = [names, *([printable(value) for value in row] for row in table.rows)]
+    widths = [max(len(line[k]) for line in lines) for k in range(len(names))]
+    typer.echo(table.title)
+    for line in lines:
+        cells = (
+            text.rjust(width) if column.startswith(">") else text.ljust(width)
+            for text, width, column in zip(line, widths, table.columns, strict=True)
+        )
+        typer.echo("  ".join(cells).rstrip())
+
+
+def percent(part: int, whole: int) -> str:
+    """``1.28%``; ``-`` of nothing."""
+    return f"{100 * part / whole:.2f}%" if whole else "-"
+
+
+def many(count: int, what: str) -> str:
+    """``1 file``, ``1,024 files``."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def size(count: int) -> str:
+    """Bytes for people: ``512 B``, ``1.5 MiB``."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def age(seconds: float) -> str:
+    """Time gone by, for people: ``8s``, ``3m``, ``5.2h``, ``2.0d``; a clock that is behind gives a negative one."""
+    for unit, length, digits in (("d", 86400.0, 1), ("h", 3600.0, 1), ("m", 60.0, 0)):
+        if abs(seconds) >= length:
+            return f"{seconds / length:.{digits}f}{unit}"
+    return f"{seconds:.0f}s"

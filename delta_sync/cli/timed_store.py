@@ -1,0 +1,66 @@
+"""A store whose every call ends: a network file system that hangs must not hang the command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from delta_sync.errors import StoreError
+from delta_sync.store.attempts import Deadline, TooLateError, within
+from delta_sync.store.base import ObjectInfo, Store
+from delta_sync.store.open import open_store, redact_uri
+
+SECONDS = 120.0  # more than the stores take for all their retries, as their errors say more
+SLOWEST = 1024**2  # bytes a second that a large read or write may take
+Result = TypeVar("Result")
+
+
+class TimedStore(Store):
+    """The store behind a URI; StoreError ``seconds`` after a call began, later by what its bytes take at 1 MiB/s."""
+
+    def __init__(self, uri: str, seconds: float = SECONDS) -> None:
+        self.uri, self._seconds = redact_uri(uri), seconds
+        self.inner = self._timed("open", 0, lambda: open_store(uri))
+        self.uri = self.inner.uri
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        """Write or replace one object."""
+        self._timed(f"write {key} in", len(data), lambda: self.inner.put(key, data))
+
+    def create(self, key: str, data: bytes | memoryview) -> None:
+        """Write one object that must not exist yet; ConflictError if it does."""
+        self._timed(f"create {key} in", len(data), lambda: self.inner.create(key, data))
+
+    def put_file(self, key: str, path: Path) -> None:
+        """Write or replace one object with a local file's bytes."""
+        self._timed(f"write {key} in", path.stat().st_size, lambda: self.inner.put_file(key, path))
+
+    def get(self, key: str, *, max_bytes: int) -> bytes:
+        """Read one object whole; IntegrityError if it is larger than ``max_bytes``."""
+        return self._timed(f"read {key} in", max_bytes, lambda: self.inner.get(key, max_bytes=max_bytes))
+
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        """Read exactly ``length`` bytes from ``start``; IntegrityError if the object ends earlier."""
+        return self._timed(f"read {key} in", length, lambda: self.inner.read_range(key, start, length))
+
+    def info(self, key: str) -> ObjectInfo:
+        """Size of one object."""
+        return self._timed(f"look at {key} in", 0, lambda: self.inner.info(key))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Every object whose key starts with ``prefix``, in key order."""
+        return iter(self._timed(f"list {prefix}* in", 0, lambda: [*self.inner.list(prefix)]))
+
+    def delete(self, key: str) -> None:
+        """Remove one object; removing a missing one is not an error."""
+        self._timed(f"delete {key} in", 0, lambda: self.inner.delete(key))
+
+    def _timed(self, doing: str, count: int, call: Callable[[], Result]) -> Result:
+        seconds = self._seconds + count / SLOWEST
+        try:
+            return within(Deadline(seconds), call)
+        except TooLateError:
+            remedy = "look at the network and the server, or the file system"
+            got = f"no answer in {seconds:.0f} s"
+            raise StoreError(f"{doing} {self.uri}", expected="an answer", got=got, remedy=remedy) from None

@@ -1,0 +1,183 @@
+"""``delta-sync verify``: a whole run, checked as suspiciously as any replica would, and all damage named at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+
+from delta_sync.anchor_files import Tensor, parse_shard
+from delta_sync.cli.report import FINE, PROBLEM, AsJson, Report, Table, finish, many, size
+from delta_sync.cli.run import DAMAGE, Chain, checked_uri, open_ledger, read_chain
+from delta_sync.cli.weights import Deltas, Weights, read_delta
+from delta_sync.errors import ChainError, DeltaSyncError, IntegrityError
+from delta_sync.ledger import AnchorRef, Ledger
+from delta_sync.manifest import AnchorRecord, Manifest
+from delta_sync.store.keys import anchor_key
+
+HEAL = "a running trainer puts it again once a replica refuses it; else attach an anchor to a later version"
+NEW_ANCHOR = "attach a new anchor; until then late replicas start from an older one, if there is any"
+GONE = "restart the trainer on this URI: it begins a new chain, with an anchor where servers need one"
+
+
+def verify(
+    uri: Annotated[str, typer.Argument(metavar="URI", callback=checked_uri, help="The run's folder or bucket.")],
+    as_json: AsJson = False,
+) -> None:
+    """Check every manifest, object and anchor of a run, and prove versions by applying them.
+
+    Reads everything and holds one model and one file in memory. Exits with 1 if anything is damaged.
+    """
+    finish(as_json, lambda: _report(Verification(open_ledger(uri))))
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with one object, and what to do."""
+
+    version: int
+    object: str
+    problem: str
+    remedy: str
+
+
+@dataclass
+class Verification:
+    """One walk over a run, oldest version first, that goes on after damage."""
+
+    ledger: Ledger
+    damage: list[Damage] = field(default_factory=list)
+    proven: list[int] = field(default_factory=list)
+    objects: int = 0
+    bytes: int = 0
+    weights: Weights | None = None
+
+    def run(self) -> Chain:
+        """Check all that the newest version's chain names."""
+        chain = read_chain(self.ledger)
+        anchored = set(self.ledger.anchors())
+        oldest, newest = chain.versions[0], chain.versions[-1]
+        if chain.start is not None:
+            self._note(newest.version, "newest manifest or HEAD.json", chain.start, HEAL)
+        if chain.end is not None and (chain.ends_in_damage or not self._reachable(chain, anchored)):
+            self._note(oldest.version - 1, f"manifest of version {oldest.version - 1}", chain.end, GONE)
+        for manifest in chain.versions:
+            self._check(manifest, AnchorRef(manifest.version, manifest.epoch) in anchored)
+        return chain
+
+    def _reachable(self, chain: Chain, anchored: set[AnchorRef]) -> bool:
+        """Whether what is left of a chain is of use: it begins with an origin, or has an anchor."""
+        starts = (AnchorRef(manifest.version, manifest.epoch) in anchored for manifest in chain.versions)
+        return chain.versions[0].kind == "origin" or any(starts)
+
+    def _check(self, manifest: Manifest, anchored: bool) -> None:
+        self._advance(manifest, [self._object(manifest, number) for number in range(len(manifest.objects))])
+        if anchored:
+            self._anchor(manifest)
+        if self.weights is not None:
+            self.proven.append(manifest.version)
+
+    def _object(self, manifest: Manifest, number: int) -> Deltas | None:
+        ref = manifest.objects[number]
+        self.objects += 1
+        try:
+            *_, deltas = read_delta(self.ledger, manifest, ref, self.weights)
+        except ChainError:  # its hash is right; what it decodes to depends on weights that are not known here
+            self.bytes += ref.size
+            return None
+        except DAMAGE as error:
+            self._note(manifest.version, ref.key, error, HEAL)
+            return None
+        self.bytes += ref.size
+        return deltas
+
+    def _advance(self, manifest: Manifest, objects: list[Deltas | None]) -> None:
+        """Move the weights on; they are lost, until an anchor, behind damage and at an origin of other bits."""
+        good = [deltas for deltas in objects if deltas is not None]
+        weights, self.weights = self.weights, None
+        if weights is None or len(good) != len(objects):
+            return
+        try:
+            weights.advance(manifest, good)
+        except DAMAGE as error:
+            if manifest.kind == "delta":
+                remedy = "its content is not what was published: attach an anchor to a later version"
+                self._note(manifest.version, manifest.key, error, remedy)
+            return
+        self.weights = weights
+
+    def _anchor(self, manifest: Manifest) -> None:
+        key = anchor_key(manifest.version, manifest.epoch)
+        try:
+            record = self.ledger.anchor(manifest)
+        except DAMAGE as error:
+            self._note(manifest.version, key, error, NEW_ANCHOR)
+            return
+        if record is None:  # removed since it was listed
+            return
+        weights = Weights(self._anchor_tensors(manifest, record), keep=self.weights is None)
+        missing = sorted(record.tensors.keys() - weights.states.keys())
+        wrong = [name for name, state in weights.states.items() if record.tensors.get(name) != state]
+        whole = not any(damage.object.startswith(key.removesuffix("anchor.json")) for damage in self.damage)
+        try:
+            if missing and whole:
+                raise IntegrityError(key, expected=f"tensors {missing[:3]}", got="shards without them")
+            if wrong:
+                raise IntegrityError(key, expected="tensors with the record's digests", got=f"others: {wrong[:3]}")
+            if whole:
+                weights.prove(manifest)
+        except IntegrityError as error:
+            self._note(manifest.version, key, error, NEW_ANCHOR)
+            return
+        if whole and self.weights is None:
+            self.weights = weights
+
+    def _anchor_tensors(self, manifest: Manifest, record: AnchorRecord) -> Iterator[Tensor]:
+        """The tensors of every file that is as recorded, one file in memory at a time; the other files are noted."""
+        for ref in record.objects:
+            self.objects += 1
+            try:
+                data = self.ledger.read_object(ref)
+                if ref.key.endswith(".safetensors"):
+                    yield from parse_shard(data, ref.key, self.ledger.limits)
+            except DAMAGE as error:
+                self._note(manifest.version, ref.key, error, NEW_ANCHOR)
+            else:
+                self.bytes += ref.size
+
+    def _note(self, version: int, key: str, error: DeltaSyncError, remedy: str) -> None:
+        what = error.what.replace(f" of object {key}", "").replace(f" of {key}", "")  # the key is beside it
+        problem = str(type(error)(what, expected=error.expected, got=error.got))  # and our remedy knows more
+        self.damage.append(Damage(version, key, problem, remedy))
+
+
+def _report(verification: Verification) -> Report:
+    chain = verification.run()
+    first, newest = chain.versions[0].version, chain.versions[-1]
+    count, proven = len(chain.versions), len(verification.proven)
+    document: dict[str, object] = {
+        "uri": verification.ledger.store.uri,
+        "run": newest.run,
+        "oldest": first,
+        "newest": newest.version,
+        "chain_end": str(chain.end) if chain.end else None,
+        "versions": count,
+        "objects": verification.objects,
+        "bytes": verification.bytes,
+        "proven": verification.proven,
+        "damage": [vars(damage) for damage in verification.damage],
+    }
+    parts: list[Table | str] = [
+        f"run {newest.run} at {verification.ledger.store.uri}: versions {first} to {newest.version}",
+        f"{many(count, 'manifest')} and {many(verification.objects, 'object')} read, "
+        f"{size(verification.bytes)} as promised",
+        f"{proven} of {many(count, 'version')} proven by applying deltas to an anchor's weights",
+    ]
+    if proven < count:
+        parts.append("the others have damage below them, or no anchor: only their hashes were checked")
+    if not verification.damage:
+        return Report(document, [*parts, "no damage found"], FINE)
+    rows = [[d.version, d.object, d.problem, d.remedy] for d in verification.damage]
+    return Report(document, [*parts, Table("damage", (">version", "object", "problem", "what to do"), rows)], PROBLEM)

@@ -1,0 +1,91 @@
+"""One version's weights, rebuilt from a bucket and proven by digest: what a replica does, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from delta_sync.anchor_files import Tensor
+from delta_sync.bitmap import Bits
+from delta_sync.context_file import decode_against
+from delta_sync.delta import apply
+from delta_sync.delta_file import DeltaHeader
+from delta_sync.digest import digest, state_digest, tensor_key
+from delta_sync.dtypes import DType, dtype
+from delta_sync.errors import ChainError, IntegrityError
+from delta_sync.ledger import Ledger
+from delta_sync.manifest import Manifest, ObjectRef, TensorState
+from delta_sync.tensor_delta import TensorDelta
+
+Deltas = list[TensorDelta]
+
+
+def read_delta(
+    ledger: Ledger, manifest: Manifest, ref: ObjectRef, before: Weights | None = None
+) -> tuple[bytes, DeltaHeader, Deltas]:
+    """One object of a version, whose size, sha256, header and tensors are those that the manifest promises.
+
+    Its bytes, and what they decode to; IntegrityError, FormatError or NotFoundError; ChainError where it decodes only
+    against the weights ``before`` and there are none.
+    """
+    data = ledger.read_object(ref)
+    header, deltas = decode_against(data, no_base if before is None else before.base, ledger.limits)
+    for what in ("run", "version", "base_version", "codec"):
+        _expect(f"{what} in the header of {ref.key}", getattr(manifest, what), getattr(header, what))
+    for delta in deltas:
+        state = manifest.tensors.get(delta.name)
+        promised = None if state is None else (state.dtype, state.shape)
+        _expect(f"tensor {delta.name!r} in {ref.key}", promised, (delta.dtype.name, delta.shape))
+    return data, header, deltas
+
+
+def no_base(name: str, kind: DType, shape: tuple[int, ...]) -> Bits:
+    """ChainError: a delta coded against the old bits cannot be read alone."""
+    got, remedy = "the delta alone", "see verify and materialize, which begin at an anchor"
+    raise ChainError(f"tensor {name!r}", expected="the bits that it changes", got=got, remedy=remedy)
+
+
+class Weights:
+    """Every tensor's bits, and its state as they give it; ``keep`` false holds the states alone."""
+
+    def __init__(self, tensors: Iterable[Tensor], *, keep: bool = True) -> None:
+        self.bits: dict[str, Bits] = {}
+        self.states: dict[str, TensorState] = {}
+        for name, kind, shape, bits in tensors:
+            if keep:
+                self.bits[name] = bits.copy()
+            self.states[name] = TensorState(kind.name, shape, digest(bits, tensor_key(name)))
+
+    def tensors(self) -> Iterable[Tensor]:
+        """(name, dtype, shape, bits ``[n]``) of every tensor, by name."""
+        for name in sorted(self.bits):
+            state = self.states[name]
+            yield name, dtype(state.dtype), state.shape, self.bits[name]
+
+    def base(self, name: str, kind: DType, shape: tuple[int, ...]) -> Bits:
+        """A copy of a tensor's flat bits, to decode an object against; IntegrityError if it is another tensor."""
+        state = self.states.get(name)
+        _expect(f"tensor {name!r} before the delta", (kind.name, shape), state and (state.dtype, state.shape))
+        return self.bits[name].reshape(-1).copy()
+
+    def advance(self, manifest: Manifest, objects: Iterable[Deltas]) -> None:
+        """Apply a version's objects and prove the outcome; IntegrityError, after which the weights are of no use."""
+        for deltas in objects:
+            for delta in deltas:
+                if delta.name not in self.bits:
+                    what = f"tensor {delta.name!r} of version {manifest.version}"
+                    raise IntegrityError(what, expected="a tensor of the version before", got="none of that name")
+                apply(delta, self.bits[delta.name])
+        for name, state in manifest.tensors.items():
+            if name in self.bits:
+                self.states[name] = TensorState(state.dtype, state.shape, digest(self.bits[name], tensor_key(name)))
+            _expect(f"digest of {name!r} at version {manifest.version}", state, self.states.get(name))
+        self.prove(manifest)
+
+    def prove(self, manifest: Manifest) -> None:
+        """IntegrityError unless these are the weights of that version."""
+        _expect(f"state digest at version {manifest.version}", manifest.state_digest, state_digest(self.states))
+
+
+def _expect(what: str, expected: object, got: object) -> None:
+    if got != expected:
+        raise IntegrityError(what, expected=expected, got=got)

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers.publish import read_checkpoint
+from safetensors.torch import load_file
+
+
+@pytest.mark.parametrize("version", [1, 3, 4, 6, None])
+def test_a_version_becomes_a_checkpoint_bit_for_bit(run, as_json, tmp_path, version):
+    folder = tmp_path / "out"
+    uri = run.uri if version is None else f"{run.uri}@{version}"
+    code, found = as_json("materialize", uri, folder)
+    assert (code, found["version"]) == (0, version or 6)
+    assert found["anchor"] == (1 if version in (1, 3) else 4)
+    weights, _ = read_checkpoint(folder)
+    assert {name: bits.tobytes() for name, bits in weights.items()} == run.bits[version or 6]
+    assert set(load_file(folder / "model.safetensors")) == weights.keys()
+    assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
+
+
+def test_config_and_tokenizer_come_along(run, cli, tmp_path):
+    shard = (run.folder / "anchors/000000000004-000001/model.safetensors").read_bytes()
+    config = json.dumps({"model_type": "x"}).encode()
+    run.publisher.ledger.store.delete("anchors/000000000004-000001/anchor.json")
+    run.publisher.weights = {k: v.copy() for k, v in run.publisher.published.items()}
+    run.publisher.anchor(run.manifests[6], None)
+    newest = (run.folder / "anchors/000000000006-000001/model.safetensors").read_bytes()
+    assert newest != shard
+    run.publisher.anchor(run.manifests[6], {"model.safetensors": newest, "config.json": config})
+    code, _, err = cli("materialize", run.uri, tmp_path / "out")
+    assert (code, err) == (0, "")
+    assert (tmp_path / "out" / "config.json").read_bytes() == config
+
+
+def test_what_exists_is_never_touched(run, cli, tmp_path):
+    (tmp_path / "out").mkdir()
+    code, _, err = cli("materialize", run.uri, tmp_path / "out")
+    assert code == 2
+    assert "exists" in err
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_damage_leaves_nothing_behind(run, as_json, tmp_path):
+    run.damage(run.manifests[6].objects[0].key)
+    code, found = as_json("materialize", run.uri, tmp_path / "out")
+    assert (code, found["error"]["kind"]) == (1, "IntegrityError")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert as_json("materialize", f"{run.uri}@5", tmp_path / "out")[0] == 0
+
+
+def test_a_version_that_is_not_there(run, as_json, tmp_path):
+    code, found = as_json("materialize", f"{run.uri}@7", tmp_path / "out")
+    assert (code, found["error"]["kind"]) == (1, "ChainError")

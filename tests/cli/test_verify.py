@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+from helpers.publish import Publisher
+
+
+def test_a_whole_run_is_proven(run, as_json):
+    code, found = as_json("verify", run.uri)
+    assert (code, found["damage"], found["proven"]) == (0, [], [1, 2, 3, 4, 5, 6])
+
+
+def test_all_damage_is_named_at_once_with_what_to_do(run, as_json, cli):
+    second, third = run.manifests[2].objects[0].key, run.manifests[3].objects[0].key
+    shard = "anchors/000000000001-000001/model.safetensors"
+    run.damage(second)
+    (run.folder / third).unlink()
+    run.damage(shard)
+    code, found = as_json("verify", run.uri)
+    assert code == 1
+    assert [d["object"] for d in found["damage"]] == [shard, second, third]
+    assert found["proven"] == [4, 5, 6]  # the second anchor leads past it
+    assert all(d["remedy"] for d in found["damage"])
+    code, out, _ = cli("verify", run.uri)
+    assert code == 1
+    assert second in out
+
+
+def test_content_that_was_not_published_is_found_under_right_hashes(run, as_json):
+    wrong = run.publisher.step(9, corrupt="content")
+    code, found = as_json("verify", run.uri)
+    assert (code, found["proven"]) == (1, [1, 2, 3, 4, 5, 6])
+    assert [d["version"] for d in found["damage"]] == [wrong.version]
+    assert "digest of" in found["damage"][0]["problem"]
+
+
+def test_an_anchor_with_other_weights_is_found(run, as_json):
+    run.publisher.anchor(run.manifests[6])
+    run.damage("anchors/000000000006-000001/model.safetensors")
+    code, found = as_json("verify", run.uri)
+    assert (code, found["proven"]) == (1, [1, 2, 3, 4, 5, 6])
+    assert [d["object"] for d in found["damage"]] == ["anchors/000000000006-000001/model.safetensors"]
+
+
+def test_old_versions_that_are_gone_are_no_damage_while_an_anchor_is_left(run, as_json):
+    for version in (1, 2):
+        (run.folder / run.manifests[version].key).unlink()
+    code, found = as_json("verify", run.uri)
+    assert (code, found["oldest"], found["proven"]) == (0, 3, [4, 5, 6])
+    (run.folder / "anchors/000000000004-000001/anchor.json").unlink()
+    code, found = as_json("verify", run.uri)
+    assert code == 1
+    assert "version 2" in found["damage"][0]["object"]
+
+
+@pytest.mark.parametrize("key", ["anchors/000000000004-000001/anchor.json", "manifest of 3"])
+def test_damaged_descriptions(run, as_json, key):
+    run.damage(run.manifests[3].key if key == "manifest of 3" else key)
+    code, found = as_json("verify", run.uri)
+    assert code == 1
+    assert len(found["damage"]) == 1
+
+
+@pytest.mark.parametrize("key", ["HEAD.json", "newest manifest"])
+def test_a_damaged_newest_version_is_named_and_the_rest_still_checked(run, as_json, key):
+    other = run.manifests[5].objects[0].key
+    run.damage(other)
+    if key == "HEAD.json":  # damage that JSON does not show: another hash
+        head = (run.folder / key).read_text()
+        (run.folder / key).write_text(head.replace(run.manifests[6].sha256, "0" * 64))
+    else:
+        run.damage(run.manifests[6].key)
+    code, found = as_json("verify", run.uri)
+    assert code == 1
+    assert [d["object"] for d in found["damage"]] == ["newest manifest or HEAD.json", other]
+    assert found["newest"] == (6 if key == "HEAD.json" else 5)
+    assert as_json("ledger", run.uri)[0] == 1
+
+
+def test_a_second_epoch_is_followed(run, as_json):
+    later = Publisher(run.uri, run.publisher.weights)
+    later.origin()
+    later.step(20)
+    code, found = as_json("verify", run.uri)
+    assert (code, found["proven"]) == (0, [1, 2, 3, 4, 5, 6, 7, 8])

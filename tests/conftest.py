@@ -52,6 +52,7 @@ def hub(running_hub, monkeypatch):
     """The Hub without faults, as HF_ENDPOINT and HF_TOKEN name it."""
     monkeypatch.setenv("HF_ENDPOINT", running_hub.url)
     monkeypatch.setenv("HF_TOKEN", "hf_test_write")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # set for whole processes by what other tests import
     running_hub.reset()
     yield running_hub
     running_hub.reset()

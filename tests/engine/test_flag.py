@@ -131,7 +131,7 @@ def test_the_config_never_shows_secrets() -> None:
     assert json.loads(config.to_json())["uri"] == config.uri
 
 
-@pytest.mark.parametrize("uri", ["s3://bucket/run", "hf:/me/run", "https://host/run"])
+@pytest.mark.parametrize("uri", ["gopher://host/run", "hf:/me/run", "https://host/run"])
 def test_a_uri_that_names_no_store_is_refused_before_an_engine_starts(uri: str) -> None:
     with pytest.raises(StoreError, match="expected a path"):
         parse("--delta-sync", uri)

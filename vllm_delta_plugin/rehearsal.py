@@ -12,6 +12,7 @@ from delta_sync.bitmap import Bits
 from delta_sync.delta import diff, fold
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, decode_delta, encode_delta
 from delta_sync.dtypes import DType
+from delta_sync.errors import IntegrityError
 from delta_sync.tensor_delta import TensorDelta
 from vllm_delta_plugin.commit import Device
 from vllm_delta_plugin.coverage import TensorInfo, WeightMap
@@ -36,7 +37,8 @@ def rehearse(like: LiveStorage, device: Device) -> None:
     for expected in (new, old):
         swap.swap(lambda: None)
         if not np.array_equal(weights.storages[0].read(np.arange(_SIZE)), expected):
-            raise AssertionError(f"delta sync: swapping {like.dtype.name} in scratch memory gave other bits")
+            what = f"a swap of {like.dtype.name} in scratch memory on {like.bits.device}"
+            raise IntegrityError(what, expected="the staged bits", got="others", remedy="report it with the GPU's name")
 
 
 def _scratch(like: LiveStorage) -> WeightMap:

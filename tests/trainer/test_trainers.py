@@ -311,6 +311,7 @@ def test_grpo_with_deltas_coded_against_the_old_bits(tmp_path, uri: str) -> None
     with StandInReplica(uri, model).running() as replica:
         trainer = grpo.grpo_trainer(tmp_path, model=model, url=replica.url, use_vllm=True, callbacks=[sync, every])
         trainer.train()
+        sync.sync()
         assert replica_is_the_model(replica, trainer.model)
     sync.close()
     chain = bucket.chain(uri)

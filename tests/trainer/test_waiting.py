@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import bucket
@@ -163,7 +164,7 @@ def test_a_version_that_stays_refused_is_answered_with_complete_weights() -> Non
             attempt = original(changes)
             header, deltas = decode_delta(attempt.data)
             deltas[0].values[0] += 1
-            return type(attempt)(attempt.changes, attempt.states, attempt.state_digest, encode_delta(header, deltas))
+            return replace(attempt, data=encode_delta(header, deltas))
 
         publisher._chain.prepare = wrong
         loop.train()

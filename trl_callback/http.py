@@ -11,9 +11,9 @@ from urllib.parse import urlsplit, urlunsplit
 import requests
 import urllib3
 
+from delta_sync.deadline import StillRunningError, within
 from delta_sync.errors import DeltaSyncError, FormatError, NotFoundError, StoreError
 from delta_sync.store.open import redact_uri
-from trl_callback.deadline import StillRunningError, within
 
 CONNECT_TIMEOUT = 5.0
 _BUSY = (408, 425, 429, 500, 502, 503, 504)

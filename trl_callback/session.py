@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from delta_sync.deadline import StillRunningError, within
 from delta_sync.delta_file import DEFAULT_CODEC
 from delta_sync.errors import MappingError, StoreError
 from delta_sync.ledger import Ledger
@@ -18,7 +19,6 @@ from delta_sync.store.open import open_store
 from trl_callback.anchors import sidecar_files
 from trl_callback.chain import Chain
 from trl_callback.config import CODECS, DeltaSyncConfig
-from trl_callback.deadline import StillRunningError, within
 from trl_callback.metrics import Metrics
 from trl_callback.publisher import Publisher
 from trl_callback.served import ServedWait, wait_for_live_state

@@ -143,11 +143,7 @@ class _Doctor:
         key = f"{self.scratch}created"
         self.written.append(key)
         self.store.create(key, b"first")
-        try:
-            self.store.create(key, b"second")
-        except ConflictError:
-            pass
-        else:
+        if not self._refuses(key):
             advice = "use another store: here two trainers could write the same version"
             return Check("create-only", "fail", "the second of two was not refused", advice)
         if (got := self.store.get(key, max_bytes=64)) != b"first":
@@ -156,6 +152,13 @@ class _Doctor:
             advice = "never start two trainers on this run"
             return Check("create-only", "warn", "by looking first: a second trainer is detected, not prevented", advice)
         return Check("create-only", "ok", "the second of two writes was refused")
+
+    def _refuses(self, key: str) -> bool:
+        try:
+            self.store.create(key, b"second")
+        except ConflictError:
+            return True
+        return False
 
     def _listing(self) -> Check:
         key = f"{self.scratch}listed"

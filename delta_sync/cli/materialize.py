@@ -14,6 +14,7 @@ from delta_sync.anchor_files import INDEX, iter_anchor_tensors, parse_shard, wri
 from delta_sync.cli.report import FINE, AsJson, Report, finish, many, size
 from delta_sync.cli.run import checked_uri, open_ledger, split_version, version_of
 from delta_sync.cli.weights import Weights, read_delta
+from delta_sync.errors import ChainError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import AnchorRecord, Manifest
 from delta_sync.plan import Plan
@@ -41,7 +42,8 @@ def materialize(
 def _report(ledger: Ledger, version: int | None, folder: Path) -> Report:
     target = version_of(ledger, version)
     plan = build_plan(ledger, target, None, None)
-    assert plan.anchor is not None  # without a position or bits there is no other start
+    if plan.anchor is None:  # build_plan raises where there is none, as without a position no other start is left
+        raise ChainError(f"plan to version {target.version}", expected="an anchor", got="none")
     names = _write(ledger, plan, plan.anchor, target, folder)
     total = sum((folder / name).stat().st_size for name in names)
     document: dict[str, object] = {

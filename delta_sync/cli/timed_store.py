@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from delta_sync.deadline import StillRunningError, within
 from delta_sync.errors import StoreError
-from delta_sync.store.attempts import Deadline, TooLateError, within
 from delta_sync.store.base import ObjectInfo, Store
 from delta_sync.store.open import open_store, redact_uri
 
@@ -59,8 +59,8 @@ class TimedStore(Store):
     def _timed(self, doing: str, count: int, call: Callable[[], Result]) -> Result:
         seconds = self._seconds + count / SLOWEST
         try:
-            return within(Deadline(seconds), call)
-        except TooLateError:
+            return within(seconds, call)
+        except StillRunningError:
             remedy = "look at the network and the server, or the file system"
             got = f"no answer in {seconds:.0f} s"
             raise StoreError(f"{doing} {self.uri}", expected="an answer", got=got, remedy=remedy) from None

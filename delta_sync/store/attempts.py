@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -32,10 +31,6 @@ class Deadline:
         return self._end - time.monotonic()
 
 
-class TooLateError(Exception):
-    """A call had not ended at its deadline; its thread, a daemon, is left behind and may yet end."""
-
-
 class Again(Exception):
     """The attempt failed in a way that may pass; ``after``: seconds that the other side asks to wait."""
 
@@ -58,27 +53,3 @@ def retrying(deadline: Deadline, attempt: Callable[[], Result]) -> Result:
         time.sleep(wait)
         pause = min(2 * pause, LONGEST_PAUSE)
     raise AssertionError("unreachable")
-
-
-def within(deadline: Deadline, call: Callable[[], Result]) -> Result:
-    """What ``call`` returns or raises, run in a thread of its own; TooLateError at the deadline.
-
-    For calls into compiled code that takes no time limit and cannot be stopped from outside.
-    """
-    results: list[Result] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="delta-sync-transfer", daemon=True)
-    thread.start()
-    thread.join(max(0.0, deadline.left))
-    if results:
-        return results[0]
-    if errors:
-        raise errors[0]
-    raise TooLateError

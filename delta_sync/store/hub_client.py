@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
@@ -19,11 +19,15 @@ import httpx2
 from huggingface_hub import constants, get_token
 from huggingface_hub.utils import parse_ratelimit_headers
 
+from delta_sync.deadline import StillRunningError, within
 from delta_sync.errors import StoreError
 from delta_sync.store.attempts import Again, Deadline, retrying
+from delta_sync.strict_json import clip
 
 RATE_WINDOW = 320.0  # seconds; the Hub counts requests over 300
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 20.0
+ANSWER_BYTES = 64 << 20  # a page of a listing has some hundred kB
+_FRAMING = ("content-encoding", "transfer-encoding")
 _PASSING = (408, 425, 500, 502, 503, 504)
 _REDIRECTS = 3
 _RATE_REMEDY = (
@@ -94,13 +98,35 @@ class HubClient:
             seconds = max(0.1, min(ANSWER_SECONDS, deadline.left))
             timeout = httpx2.Timeout(seconds, connect=min(CONNECT_SECONDS, seconds))
             headers = {**self.headers(), "Accept-Encoding": "identity", **(more or {})}
-            response = self._client().request(method, url, content=content, headers=headers, timeout=timeout)
+            request = self._client().build_request(method, url, content=content, headers=headers, timeout=timeout)
+            response = self._answer(request, deadline)
             target = urljoin(url, response.headers.get("location", ""))
             answered = not response.is_redirect or "x-xet-hash" in response.headers
-            if answered or urlsplit(target).netloc != urlsplit(url).netloc:
+            if answered or urlsplit(target)[:2] != urlsplit(url)[:2]:  # another scheme or host is not given the token
                 break
             url = target
         return response
+
+    def _answer(self, request: httpx2.Request, deadline: Deadline) -> httpx2.Response:
+        """The whole answer, of at most ANSWER_BYTES; the client's own limits lie between two reads."""
+
+        def read() -> httpx2.Response:
+            response = self._client().send(request, stream=True)
+            try:
+                body = bytearray()
+                for part in response.iter_raw():
+                    body += part
+                    if len(body) > ANSWER_BYTES or deadline.left <= 0:
+                        raise httpx2.ReadError(f"no end after {len(body)} bytes")
+            finally:
+                response.close()
+            headers = [(k, v) for k, v in response.headers.multi_items() if k.lower() not in _FRAMING]
+            return httpx2.Response(response.status_code, headers=headers, content=bytes(body), request=request)
+
+        try:
+            return within(deadline.left, read)
+        except StillRunningError as error:
+            raise httpx2.ReadTimeout("the answer did not end in time") from error
 
     def _client(self) -> httpx2.Client:
         with self._lock:
@@ -119,7 +145,8 @@ class HubClient:
 
     def _unreachable(self, doing: str, error: httpx2.HTTPError) -> StoreError:
         got = f"{type(error).__name__}: {error}"
-        remedy = f"try again; if it stays, check the network and https://status.huggingface.co ({self.endpoint})"
+        host = urlsplit(self.endpoint).hostname
+        remedy = f"try again; if it stays, check the network and https://status.huggingface.co (asked: {host})"
         return StoreError(doing, expected="an answer in time", got=got, remedy=remedy)
 
     def refusal(self, response: httpx2.Response, doing: str) -> Exception:
@@ -181,9 +208,7 @@ def _said(response: httpx2.Response) -> str:
     """The status and, clipped, why."""
     said = response.headers.get("x-error-message", "")
     if not said:
-        try:
+        with suppress(ValueError):  # a proxy's page: the status says it
             body: Any = json.loads(response.content)
             said = str(body.get("error", "")) if isinstance(body, dict) else ""
-        except ValueError:
-            pass
-    return f"status {response.status_code}{': ' + said[:200] if said else ''}"
+    return f"status {response.status_code}{': ' + clip(said, 200) if said else ''}"

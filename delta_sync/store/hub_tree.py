@@ -31,7 +31,7 @@ def list_files(client: HubClient, start: str, deadline: Deadline, doing: str) ->
         if following is None:
             return files
         following = urljoin(url, following)
-        if urlsplit(following).netloc != urlsplit(url).netloc:
+        if urlsplit(following)[:2] != urlsplit(url)[:2]:
             raise StoreError(doing, expected="further pages at the same host", got=urlsplit(following).netloc)
         url = following
     raise StoreError(doing, expected=f"at most {MAX_PAGES} pages", got="more", remedy="use a folder of the bucket")

@@ -22,8 +22,9 @@ from hf_xet import (
 )
 from huggingface_hub.utils import tqdm
 
+from delta_sync.deadline import StillRunningError, within
 from delta_sync.errors import StoreError
-from delta_sync.store.attempts import Again, Deadline, TooLateError, retrying, within
+from delta_sync.store.attempts import Again, Deadline, retrying
 from delta_sync.store.hub_client import HubClient
 
 EMPTY = "0" * 64  # the hash of no bytes
@@ -86,8 +87,8 @@ class XetTransfer:
                     progress_callback=progress,
                 )  # fmt: skip
                 try:
-                    return within(deadline, lambda: _send(commit, source))
-                except TooLateError:
+                    return within(deadline.left, lambda: _send(commit, source))
+                except StillRunningError:
                     commit.abort()
                     raise
 
@@ -103,7 +104,7 @@ class XetTransfer:
             access = self._access("read", deadline, doing)
             with self._explained("read", deadline, doing):
                 stream = access.group.download_stream(XetFileInfo(file.hash, file.size), *window)
-                data = within(deadline, lambda: _collect(stream, end - start, deadline))
+                data = within(deadline.left, lambda: _collect(stream, end - start, deadline))
             if len(data) != end - start:
                 raise Again(StoreError(doing, expected=f"{end - start} bytes", got=len(data), remedy="try again"))
             return data
@@ -145,7 +146,7 @@ class XetTransfer:
         """Turn what hf_xet raises into our errors; most of it may pass."""
         try:
             yield
-        except TooLateError as error:
+        except StillRunningError as error:
             raise _too_late(deadline, doing) from error
         except (XetAuthenticationError, *_SOMETIMES) as error:
             if isinstance(error, XetObjectNotFoundError) or "404 Not Found" in str(error):

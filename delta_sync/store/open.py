@@ -9,7 +9,7 @@ from urllib.parse import unquote
 from delta_sync.errors import StoreError
 from delta_sync.store.base import Store
 from delta_sync.store.hub_uri import EXPECTED as HUB_EXPECTED
-from delta_sync.store.hub_uri import parse_hub_place
+from delta_sync.store.hub_uri import HubPlace, parse_hub_place
 from delta_sync.store.local import LocalStore
 from delta_sync.store.memory import MemoryStore
 from delta_sync.store.object_client import check_installed, split_uri
@@ -44,23 +44,27 @@ def check_uri(uri: str) -> None:
         check_installed(scheme)
         return
     if scheme == "hf" and colon:
-        if parse_hub_place(rest) is None:
-            raise _refused(uri, "no bucket's name", "`hf buckets create ORG/NAME` makes a bucket", HUB_EXPECTED)
+        _hub_place(uri, rest)
         return
     known = (scheme == "file" and rest.startswith("/")) or (scheme == "memory" and rest) if colon else uri.strip()
     if not known:
         raise _refused(uri, scheme or "nothing", "check the URI's spelling")
 
 
-def _open_hub(uri: str, rest: str) -> Store:
+def _hub_place(uri: str, rest: str) -> HubPlace:
     place = parse_hub_place(rest)
-    assert place is not None  # check_uri
+    if place is None:
+        raise _refused(uri, "no bucket's name", "`hf buckets create ORG/NAME` makes a bucket", HUB_EXPECTED)
+    return place
+
+
+def _open_hub(uri: str, rest: str) -> Store:
     try:
         from delta_sync.store.hub import HubStore
     except ImportError as error:
         extra = "pip install 'delta-weight-sync[hub]'"
         raise _refused(uri, str(error), extra, "huggingface_hub and hf_xet") from error
-    return HubStore(place)
+    return HubStore(_hub_place(uri, rest))
 
 
 def _refused(uri: str, got: str, remedy: str, expected: str = EXPECTED) -> StoreError:

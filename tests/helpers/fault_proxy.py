@@ -138,28 +138,27 @@ def _handler(proxy: FaultProxy) -> type[BaseHTTPRequestHandler]:
         def log_message(self, *_: object) -> None:
             pass
 
+        def fails(self, fault: Fault) -> bool:
+            """Do what the fault says; whether the client got its answer, or none, by that."""
+            time.sleep(fault.hang)
+            if fault.call:
+                fault.call()
+            if fault.drop:
+                self.hang_up()
+            elif fault.status:
+                self.refuse(fault)
+            return fault.drop or bool(fault.status)
+
         def handle_any(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             request = Request(self.command, self.path, dict(self.headers.items()))
             proxy.requests.append(request)
             fault = (proxy.rule and proxy.rule(request)) or Fault()
-            if not fault.after:
-                time.sleep(fault.hang)
-                if fault.call:
-                    fault.call()
-                if fault.drop:
-                    return self.hang_up()
-                if fault.status:
-                    return self.refuse(fault)
+            if not fault.after and self.fails(fault):
+                return None
             status, headers, content = self.ask(body, fault)
-            if fault.after:
-                time.sleep(fault.hang)
-                if fault.call:
-                    fault.call()
-                if fault.drop:
-                    return self.hang_up()
-                if fault.status:
-                    return self.refuse(fault)
+            if fault.after and self.fails(fault):
+                return None
             if fault.flip and content:
                 content = content[:-1] + bytes([content[-1] ^ 1])
             return self.answer(status, headers, content, fault.truncate)

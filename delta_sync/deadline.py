@@ -30,7 +30,7 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
 
     thread = threading.Thread(target=run, name="delta-sync-call", daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(max(0.0, seconds))
     if results:
         return results[0]
     if errors:

@@ -14,12 +14,15 @@ import pytest
 from engine_fakes import KEYS, SHAPES, Executor, Weights
 from helpers.publish import Publisher
 
+from delta_sync.delta_file import DEFAULT_CODEC
 from delta_sync.errors import StoreError
 from delta_sync.ledger import Ledger
+from delta_sync.limits import for_model
 from delta_sync.store.open import open_store
 from vllm_delta_plugin.cache_salt import CacheSalt
 from vllm_delta_plugin.config import ReplicaConfig
 from vllm_delta_plugin.coordinator import Coordinator
+from vllm_delta_plugin.engine_core import DeltaSync, EngineFacts
 from vllm_delta_plugin.live import Live
 from vllm_delta_plugin.main_thread import EngineBroken, MainThread
 from vllm_delta_plugin.ranks import RankError, Ranks
@@ -626,3 +629,22 @@ def test_a_store_that_holds_another_run_is_followed_with_a_word(
     assert replica.executor.equal(other(weights))
     logging.getLogger("vllm.delta_sync").removeHandler(caplog.handler)
     assert "holds run" in caplog.text
+
+
+def test_the_parts_of_an_engine_know_its_ranks_and_its_model(tmp_path, monkeypatch, weights: Weights) -> None:
+    monkeypatch.chdir(tmp_path)
+    executor = Executor(Ledger(open_store("run")), weights)
+    facts = EngineFacts("m", "bfloat16", "processed_logprobs", None)
+    sync = DeltaSync(ReplicaConfig("run"), facts, executor.collective_rpc, lambda: None, lambda *_: Pause())
+    status = sync.status()
+    assert status["uri"] == f"file://{tmp_path}/run"
+    assert status["codecs"] == (DEFAULT_CODEC,)  # no rank of two holds whole tensors
+    assert sync._coordinator._ledger.limits == for_model(len(SHAPES))
+
+
+def test_a_replica_tells_its_store_that_it_follows(uri: str, replica_of, monkeypatch) -> None:
+    told = []
+    replica = replica_of()
+    monkeypatch.setattr(replica.ledger.store, "follow", lambda: told.append(True))
+    replica.start()
+    assert told == [True]

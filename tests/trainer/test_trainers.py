@@ -315,7 +315,7 @@ def test_grpo_with_deltas_coded_against_the_old_bits(tmp_path, uri: str) -> None
         assert replica_is_the_model(replica, trainer.model)
     sync.close()
     chain = bucket.chain(uri)
-    assert every.checked == 4 and {m.codec for m in chain if m.objects} <= {GAP, CONTEXT_CODEC}
+    assert every.checked == 4 and CONTEXT_CODEC in {m.codec for m in chain}
 
 
 def test_a_server_that_cannot_decode_the_codec_is_refused_at_start(tmp_path, uri: str) -> None:

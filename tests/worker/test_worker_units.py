@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from delta_sync.errors import MappingError, SyncTimeoutError
+from delta_sync.errors import IntegrityError, MappingError, SyncTimeoutError
+from vllm_delta_plugin import rank_sync
 from vllm_delta_plugin.audit import scan
 from vllm_delta_plugin.background import Cancelled, Job, describe
 from vllm_delta_plugin.checkpoint_index import checkpoint_tensors
@@ -24,6 +25,7 @@ from vllm_delta_plugin.gpu_swap import _TorchGroup
 from vllm_delta_plugin.live_storage import LiveStorage, live_storage
 from vllm_delta_plugin.refusals import check_config
 from vllm_delta_plugin.regions import make_region
+from vllm_delta_plugin.rehearsal import rehearse
 from vllm_delta_plugin.staged import StageBuilder, StageTooLargeError, Update
 
 
@@ -69,6 +71,27 @@ def test_a_swap_that_fails_half_way_puts_the_old_bits_back() -> None:
         HostSwap(updates(live)).swap(fail)
     assert touched == [True], "the fault must come after something was written"
     assert all(np.array_equal(s.array, b) for s, b in zip(live, before, strict=True))
+
+
+class StandsStill(Host):
+    """A device whose swaps do nothing."""
+
+    def prepare(self, updates: object) -> Space:
+        return Space(swap=lambda between: None)
+
+
+def test_a_rehearsal_finds_out_a_device_that_does_not_swap() -> None:
+    live = storages(1)[0]
+    rehearse(live, Host())
+    with pytest.raises(IntegrityError, match="in scratch memory"):
+        rehearse(live, StandsStill())
+
+
+def test_attaching_rehearses_once_for_each_element_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(rank_sync, "rehearse", lambda storage, device: seen.append(storage.dtype.name))
+    rank_sync.RankSync(weight_map(), {"uri": str(tmp_path / "run")}, rank=0, world_size=1)
+    assert seen == ["BF16"]
 
 
 def test_the_torch_fallback_swaps_like_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

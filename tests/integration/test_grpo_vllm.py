@@ -164,6 +164,8 @@ def test_a_killed_server_comes_back_to_the_trainers_bits(
                 threading.Thread(target=kill_and_restart).start()
 
     trainer, exact = run(place, server, steps=20, more=[AtStepTwo()], sync_timeout=300.0, codec=codec)
+    newest = Ledger(open_store(str(place / "bucket"))).head()
+    assert newest is not None and newest.codec is not None and newest.codec.startswith(codec)
     assert restarted.is_set() and exact.checked >= 21 and trainer.state.global_step == 20
 
 

@@ -64,6 +64,7 @@ def test_one_failing_rank_takes_both_back_and_streams_go_on(followed: tuple[Vllm
 def test_later_versions_and_anchors_reach_both_ranks(followed: tuple[VllmServer, Publisher]) -> None:
     server, trainer = followed
     bad = trainer.step(2, 0.05, corrupt="content")
+    assert server.status()["codecs"] == ["gap8-ulp8-zstd"]
     status = server.wait_status("refusal", lambda s: s["refusal"])
     assert status["state_digest"] != bad.state_digest
     trainer.anchor(bad)

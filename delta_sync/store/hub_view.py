@@ -31,6 +31,7 @@ FEED_AGAIN_SECONDS = 300.0  # until a feed that was refused is asked for again
 SILENCE_SECONDS = 45.0  # without a byte; the Hub pings every 30
 STALE_SECONDS = 150.0  # without either: the view no longer answers, and reads ask the Hub themselves
 TRUSTED_SECONDS = 30.0  # in which a listing, which may come from a cache, does not undo what was seen later
+EVENT_CHARACTERS = 16 << 20  # of one event; a change takes some hundred
 RECONNECT_SECONDS, SLOWEST_RECONNECT = 1.0, 60.0
 _NO_FEED = (401, 403, 404, 501)
 log = logging.getLogger(__name__)
@@ -217,5 +218,7 @@ def _events(lines: Iterator[str]) -> Iterator[tuple[str, dict[str, Any]]]:
             name = value.strip()
         elif field == "data":
             data += value.removeprefix(" ") + "\n"
+            if len(data) > EVENT_CHARACTERS:
+                raise httpx2.ReadError(f"an event of more than {EVENT_CHARACTERS} characters")
         elif field == "":
             yield "", {}

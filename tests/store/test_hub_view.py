@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import chain, repeat
 
+import httpx2
 import pytest
 
 from delta_sync.store import hub_view, open_store
@@ -170,3 +172,10 @@ def test_what_the_feed_may_say_is_taken_or_left(hub, writer, replica, hub_bucket
     assert view.find("run/a") == XetFile("cd", 3)
     assert view.find("elsewhere") is None
     assert view._cursor == "12"
+
+
+def test_an_event_without_end_is_not_collected(monkeypatch):
+    monkeypatch.setattr(hub_view, "EVENT_CHARACTERS", 100)
+    lines = chain(["event: changes"], repeat(f"data: {'x' * 40}"))
+    with pytest.raises(httpx2.ReadError, match="more than 100 characters"):
+        next(hub_view._events(lines))

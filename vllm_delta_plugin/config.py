@@ -14,6 +14,7 @@ from delta_sync.store.open import redact_uri
 
 ENVIRONMENT = "DELTA_SYNC_CONFIG"
 ADDITIONAL_CONFIG = "delta_sync"
+CHOICES = {"transition": ("async", "recompute", "sync")}
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class ReplicaConfig:
     stage_timeout: longest time one version may take to stage. stage_bytes: most memory it may take on a rank (default:
     a share of what is free); an anchor that needs more is loaded in place while the engine is paused.
     audit_commits, audit_period: a full scan of live memory finishes once per so many commits, or after so long.
+    transition: what becomes of requests that run when weights change: "async" (they go on with the cache they have),
+    "recompute" (they go on over a cache made anew) or "sync" (they end before it, new ones wait).
     fault: faults to inject, for tests only; passed to the workers as it is.
     """
 
@@ -39,6 +42,7 @@ class ReplicaConfig:
     stage_bytes: int | None = None
     audit_commits: int = 32
     audit_period: float = 600.0
+    transition: str = "async"
     fault: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -99,6 +103,8 @@ def _check(name: str, annotation: str, value: object) -> None:
         "float": (int, float),
         "Mapping[str, Any]": Mapping,
     }[annotation]
+    if value not in (choices := CHOICES.get(name, (value,))):
+        raise FormatError(f"delta_sync config {name!r}", expected=f"one of {choices}", got=repr(value))
     is_bool = isinstance(value, bool)
     if not isinstance(value, expected) or (is_bool and annotation != "bool"):
         raise FormatError(f"delta_sync config {name!r}", expected=annotation, got=repr(value))

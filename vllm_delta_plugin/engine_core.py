@@ -56,7 +56,7 @@ class DeltaSync:
         self.salt = CacheSalt()
         self._ranks = Ranks(collective_rpc)
         store = open_store(config.uri)
-        live = Live(config, self._ranks, self.main, self.salt, pause(self.main, self._stop))
+        live = self._live = Live(config, self._ranks, self.main, self.salt, pause(self.main, self._stop))
         self._status = Status(_facts(config, engine, live))
         if live.state_digest is None:
             raise MappingError("replicated weights", expected="equal on all ranks after loading", got="different bits")
@@ -77,6 +77,10 @@ class DeltaSync:
     def salted(self, user_salt: str | None) -> Salted:
         """The prefix-cache salt for a new request."""
         return Salted(self.salt, user_salt)
+
+    def label(self) -> str:
+        """What a batch that is scheduled now is computed by."""
+        return self._live.label.encode()
 
     def status(self) -> dict[str, Any]:
         """The JSON of /delta_sync/status."""

@@ -9,15 +9,16 @@ from typing import Any
 
 from delta_sync.errors import FormatError
 from delta_sync.store.open import check_uri
-from vllm_delta_plugin.config import ADDITIONAL_CONFIG, ENVIRONMENT, ReplicaConfig, parse_json
+from vllm_delta_plugin.config import ADDITIONAL_CONFIG, CHOICES, ENVIRONMENT, ReplicaConfig, parse_json
 
 WORKER_EXTENSION = "vllm_delta_plugin.worker_extension.DeltaSyncWorkerExtension"
 PLUGIN = "delta_sync"
 _ENDPOINTS = "vllm.endpoint_plugins"
+_SETTINGS = ("transition",)  # of the config, that have a flag of their own
 
 
 def add_arguments(parser: Any) -> None:
-    """Add the two flags; the logprobs default becomes None so that "not set by the user" can be told."""
+    """Add the flags; the logprobs default becomes None so that "not set by the user" can be told."""
     group = parser.add_argument_group("delta-sync", "Sparse, bit-exact weight sync from a trainer's bucket.")
     group.add_argument(
         "--delta-sync",
@@ -31,6 +32,12 @@ def add_arguments(parser: Any) -> None:
         metavar="JSON",
         default=None,
         help='More settings as a JSON object, for example \'{"replica": "a", "read_back": true}\'.',
+    )
+    group.add_argument(
+        "--delta-sync-transition",
+        choices=CHOICES["transition"],
+        default=None,
+        help="What becomes of requests that run when weights change (default: async).",
     )
     parser.set_defaults(logprobs_mode=None)
 
@@ -66,16 +73,24 @@ def _active_by_default() -> list[str]:
 
 def _config_from(args: Namespace) -> ReplicaConfig | None:
     uri, more = getattr(args, "delta_sync", None), getattr(args, "delta_sync_config", None)
+    flags = {name: value for name in _SETTINGS if (value := getattr(args, f"delta_sync_{name}", None)) is not None}
     if uri is None and more is None:
+        _refuse_alone(flags)
         return None
     values = parse_json(more, "--delta-sync-config") if more else {}
     if not isinstance(values, dict):
         raise FormatError("--delta-sync-config", expected="a JSON object", got=type(values).__name__)
     if uri is not None and values.get("uri", uri) != uri:
         raise FormatError("--delta-sync-config 'uri'", expected="the same URI as --delta-sync", got="another")
-    config = ReplicaConfig.from_mapping({**values, "uri": uri or values.get("uri")})
+    config = ReplicaConfig.from_mapping({**values, **flags, "uri": uri or values.get("uri")})
     check_uri(config.uri)  # before an engine is started for it
     return config
+
+
+def _refuse_alone(flags: dict[str, Any]) -> None:
+    for name in flags:
+        flag = f"--delta-sync-{name.replace('_', '-')}"
+        raise FormatError(flag, expected="used with --delta-sync", got="no --delta-sync")
 
 
 def _set_worker_extension(args: Namespace) -> None:

@@ -9,8 +9,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from vllm_delta_plugin.api_key import KeyRing
+from vllm_delta_plugin.compat import outputs, usage
 from vllm_delta_plugin.compat.client import ask_engines
 from vllm_delta_plugin.flag import PLUGIN
+from vllm_delta_plugin.version_middleware import VersionMiddleware
 
 _SECONDS, _SCAN_SECONDS = 30.0, 600.0  # the engine answers between two steps; a scan reads all weights
 
@@ -22,7 +24,10 @@ class DeltaSyncEndpoints:
     required_tasks = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes; called once per API server."""
+        """Add the routes and the middleware, inside vLLM's own; called once per API server."""
+        outputs.install()
+        usage.install()
+        app.add_middleware(VersionMiddleware)
         app.add_api_route("/delta_sync/status", status, methods=["GET"])
         app.add_api_route("/delta_sync/ready", ready, methods=["GET"])
         app.add_api_route("/delta_sync/tensors", tensors, methods=["GET"])

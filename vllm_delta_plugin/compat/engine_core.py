@@ -7,6 +7,7 @@ from typing import Any
 
 from delta_sync.errors import MappingError
 from vllm_delta_plugin.cache_salt import ATTRIBUTE
+from vllm_delta_plugin.compat import batches
 from vllm_delta_plugin.compat.pause import EnginePause
 from vllm_delta_plugin.compat.seam import require, wrap
 from vllm_delta_plugin.config import find_config
@@ -25,8 +26,9 @@ def install() -> None:
     # EngineCore.__init__ itself loads the plugins, so it cannot be wrapped: this runs inside it, after the model is up.
     wrap(EngineCore, "_initialize_kv_caches", _attach)
     wrap(EngineCore, "preprocess_add_request", _salt)
-    wrap(EngineCore, "step", _pump_before)
-    wrap(EngineCore, "step_with_batch_queue", _pump_before)
+    batches.install()
+    wrap(EngineCore, "step", _ready_before)
+    wrap(EngineCore, "step_with_batch_queue", _ready_before)
     wrap(EngineCore, "shutdown", _stop_before)
     wrap(EngineCoreProc, "_handle_client_request", _on_tick)
     for method in (delta_sync_status, delta_sync_tensors, delta_sync_read_tensor, delta_sync_wait, delta_sync_pump):
@@ -131,12 +133,20 @@ def _salt(original: Callable[..., Any]) -> Callable[..., Any]:
     return preprocess_add_request
 
 
-def _pump_before(original: Callable[..., Any]) -> Callable[..., Any]:
+def _ready_before(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        delta_sync_pump(self)
+        if _of(self):
+            batches.label_batches(self.scheduler, self.delta_sync.label, lambda label: _tell_vllm(self, label))
+            self.delta_sync.main.pump()
         return original(self, *args, **kwargs)
 
     return step
+
+
+def _tell_vllm(core: Any, label: str) -> None:
+    """vLLM 0.32 stamps outputs with this where it hands them on, and shows it in ``LLM`` outputs."""
+    if hasattr(core, "_weight_version"):
+        core._weight_version = label
 
 
 def _stop_before(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -129,15 +129,23 @@ class Ledger:
         mine = self._reader.find(position.version, position.manifest)
         return mine is None or mine.run != head.run or _order(head) > _order(mine)
 
-    def plan(self, position: Position | None, live_state: str | None, *, prefer_anchor: bool = False) -> Plan | None:
+    def plan(
+        self,
+        position: Position | None,
+        live_state: str | None,
+        *,
+        prefer_anchor: bool = False,
+        target: Manifest | None = None,
+    ) -> Plan | None:
         """How a replica gets to the newest version; None if it is there, or if there is no version yet.
 
         ``position``: what it serves, None if unknown; ``live_state``: state digest of the bits in its memory, None if
-        unknown; ``prefer_anchor``: trust neither. Costs one read for each version on the way.
+        unknown; ``prefer_anchor``: trust neither; ``target``: this version rather than the newest, wherever it is.
+        Costs one read for each version on the way.
         ChainError if no start exists; FormatError or IntegrityError if only damage stands in the way.
         """
-        head = self.head()
-        if head is None or not (prefer_anchor or self.is_ahead(head, position)):
+        head = target or self.head()
+        if head is None or not (prefer_anchor or target or self.is_ahead(head, position)):
             return None
         return build_plan(self, head, None if prefer_anchor else position, None if prefer_anchor else live_state)
 

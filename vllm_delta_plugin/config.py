@@ -29,6 +29,7 @@ class ReplicaConfig:
     audit_commits, audit_period: a full scan of live memory finishes once per so many commits, or after so long.
     transition: what becomes of requests that run when weights change: "async" (they go on with the cache they have),
     "recompute" (they go on over a cache made anew) or "sync" (they end before it, new ones wait).
+    max_lag: versions that the replica may be behind the newest and still call itself ready (default: any number).
     fault: faults to inject, for tests only; passed to the workers as it is.
     """
 
@@ -43,6 +44,7 @@ class ReplicaConfig:
     audit_commits: int = 32
     audit_period: float = 600.0
     transition: str = "async"
+    max_lag: int | None = None
     fault: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:

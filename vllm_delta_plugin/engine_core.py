@@ -94,6 +94,15 @@ class DeltaSync:
         """Status once ``version`` (default: the newest now) is served, or after ``timeout`` seconds."""
         return self._coordinator.wait_for(version, timeout)
 
+    def control(self, action: str, version: int | None, timeout: float) -> Future[dict[str, Any]]:
+        """A future answer to pin, unpin, rollback or reload."""
+        return self._coordinator.command(action, version, timeout)
+
+    def hint(self) -> dict[str, Any]:
+        """Look at the store at once; the status before."""
+        self._coordinator.hint()
+        return self.status()
+
     def read_tensor(self, name: str) -> dict[str, Any]:
         """One tensor's live bytes, assembled from all ranks: {dtype, shape, version, data}, or {error}."""
         if not self._config.read_back:
@@ -118,4 +127,6 @@ def _facts(config: ReplicaConfig, engine: EngineFacts, live: Live) -> Facts:
         logprobs_mode=engine.logprobs_mode,
         model_fingerprint=live.fingerprint,
         codecs=(DEFAULT_CODEC, CONTEXT_CODEC) if live.ranks == 1 else (DEFAULT_CODEC,),
+        transition=config.transition,
+        max_lag=config.max_lag,
     )

@@ -9,12 +9,13 @@ from typing import Any
 
 from delta_sync.errors import FormatError
 from delta_sync.store.open import check_uri
+from vllm_delta_plugin.api_key import ADMIN_KEY, Secret
 from vllm_delta_plugin.config import ADDITIONAL_CONFIG, CHOICES, ENVIRONMENT, ReplicaConfig, parse_json
 
 WORKER_EXTENSION = "vllm_delta_plugin.worker_extension.DeltaSyncWorkerExtension"
 PLUGIN = "delta_sync"
 _ENDPOINTS = "vllm.endpoint_plugins"
-_SETTINGS = ("transition",)  # of the config, that have a flag of their own
+_SETTINGS = ("transition", "max_lag")  # of the config, that have a flag of their own
 
 
 def add_arguments(parser: Any) -> None:
@@ -38,6 +39,21 @@ def add_arguments(parser: Any) -> None:
         choices=CHOICES["transition"],
         default=None,
         help="What becomes of requests that run when weights change (default: async).",
+    )
+    group.add_argument(
+        "--delta-sync-max-lag",
+        type=int,
+        metavar="VERSIONS",
+        default=None,
+        help="GET /delta_sync/ready says 503 while the replica is further behind than this.",
+    )
+    group.add_argument(
+        "--delta-sync-admin-key",
+        type=Secret,
+        metavar="KEY",
+        default=None,
+        help="Turns POST /delta_sync/{pin,unpin,rollback,reload} on for whoever knows the key. "
+        f"Better set {ADMIN_KEY}: a command line can be read by every user of the machine.",
     )
     parser.set_defaults(logprobs_mode=None)
 

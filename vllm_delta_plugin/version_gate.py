@@ -24,15 +24,15 @@ async def wait_for_version(state: Any, wish: VersionWish) -> JSONResponse | None
         replies = await ask_engines(engine, "delta_sync_status", timeout=_ANSWER)
         if any(reply is None for reply in replies):
             return refuse(409, "not_following", "this server follows no run: start it with --delta-sync URI")
-        if not _reached(replies, wish) and not _passed(replies, wish):
+        if not _reached(replies, wish) and not _hopeless(replies, wish):
             timeout = wish.timeout + _ANSWER
             replies = await ask_engines(engine, "delta_sync_wait", wish.version, wish.timeout, timeout=timeout)
     except TimeoutError:
         return refuse(425, "no_answer", "the engine did not answer in time", wish=wish, retry=_RETRY)
     if _reached(replies, wish):
         return None
-    if _passed(replies, wish):
-        return refuse(409, "passed", f"version {wish.version} is not served any more", wish=wish, replies=replies)
+    if hopeless := _hopeless(replies, wish):
+        return refuse(409, *hopeless, wish=wish, replies=replies)
     text = f"version {wish.version} is not served yet, after {wish.timeout:g} s"
     return refuse(425, "not_yet", text, wish=wish, replies=replies, retry=_RETRY)
 
@@ -41,8 +41,14 @@ def _reached(replies: list[dict[str, Any]], wish: VersionWish) -> bool:
     return all(wish.allows(reply["version"]) for reply in replies)
 
 
-def _passed(replies: list[dict[str, Any]], wish: VersionWish) -> bool:
-    return wish.exact and any((reply["version"] or 0) > wish.version for reply in replies)
+def _hopeless(replies: list[dict[str, Any]], wish: VersionWish) -> tuple[str, str] | None:
+    """Reason and text if no waiting helps."""
+    for reply in replies:
+        if wish.exact and (reply["version"] or 0) > wish.version:
+            return "passed", f"version {wish.version} is not served any more, but {reply['version']}"
+        if reply["pinned"] is not None and not wish.allows(reply["pinned"]):
+            return "pinned", f"this replica is held at version {reply['pinned']} until it is unpinned"
+    return None
 
 
 def changed(versions: RequestVersions) -> JSONResponse:

@@ -31,7 +31,7 @@ def install() -> None:
     wrap(EngineCore, "step_with_batch_queue", _ready_before)
     wrap(EngineCore, "shutdown", _stop_before)
     wrap(EngineCoreProc, "_handle_client_request", _on_tick)
-    for method in (delta_sync_status, delta_sync_tensors, delta_sync_read_tensor, delta_sync_wait, delta_sync_pump):
+    for method in _UTILITIES:
         setattr(EngineCore, method.__name__, method)
 
 
@@ -55,10 +55,31 @@ def delta_sync_wait(self: Any, version: int | None, timeout: float) -> Any:
     return self.delta_sync.wait_for(version, timeout) if _of(self) else None
 
 
+def delta_sync_control(self: Any, action: str, version: int | None, timeout: float) -> Any:
+    """Utility: a future answer to an operator's command."""
+    return self.delta_sync.control(action, version, timeout) if _of(self) else None
+
+
+def delta_sync_hint(self: Any) -> Any:
+    """Utility: look at the store at once."""
+    return self.delta_sync.hint() if _of(self) else None
+
+
 def delta_sync_pump(self: Any) -> None:
     """In-process engines have no loop: run what the coordinator's thread asked for."""
     if _of(self):
         self.delta_sync.main.pump()
+
+
+_UTILITIES = (
+    delta_sync_status,
+    delta_sync_tensors,
+    delta_sync_read_tensor,
+    delta_sync_wait,
+    delta_sync_control,
+    delta_sync_hint,
+    delta_sync_pump,
+)
 
 
 def _of(core: Any) -> Any:

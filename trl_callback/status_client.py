@@ -33,6 +33,7 @@ class ServerStatus:
     newest_version: int | None
     uri: str | None = None
     codecs: tuple[str, ...] = ()
+    pinned: int | None = None  # the version its operator holds it at
 
 
 class StatusClient:
@@ -87,6 +88,7 @@ def parse_status(body: object) -> ServerStatus:
         newest_version=_field(fields, "newest_version", int),
         uri=_field(fields, "uri", str),
         codecs=tuple(str(name) for name in _field(fields, "codecs", list) or ()),
+        pinned=_field(fields, "pinned", int),
     )
 
 

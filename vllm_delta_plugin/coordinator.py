@@ -115,6 +115,7 @@ class Coordinator:
         while not self._stop.wait(_TICK):
             self._waiters.expire(self.status.to_dict)
             self._control.expire()
+            self._live.gate.expire()
             since = self._asking_since
             if since is not None and time.monotonic() - since > _SLOW_STORE:
                 error = StoreError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from delta_sync.manifest import PromptCache
 from vllm_delta_plugin.cache_salt import CacheSalt
 from vllm_delta_plugin.main_thread import EngineBroken
 from vllm_delta_plugin.ranks import RankError, Ranks, first_failure
@@ -35,15 +36,15 @@ class Committed:
     unsettled: RankError | None
 
 
-def commit_all(ranks: Ranks, salt: CacheSalt, version: int) -> Committed:
-    """Swap the staged bits in on every rank; must run on the engine's thread.
+def commit_all(ranks: Ranks, salt: CacheSalt, version: int, keep: PromptCache) -> Committed:
+    """Swap the staged bits in on every rank; must run on the engine's thread. ``keep``: which cached prompts remain.
 
     RolledBack if a rank failed and all were undone; EngineBroken if one could not be undone.
     """
     started = time.perf_counter()
     replies = ranks.ask("commit", version)
     failed = first_failure(replies)
-    salt.advance()  # also after a rollback: a generation is never reused
+    salt.advance(keep if failed is None else "none")  # also after a rollback: a generation is never reused
     if failed is not None:
         _undo(ranks, version, failed)
         raise RolledBack.of(failed)

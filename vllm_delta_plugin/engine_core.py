@@ -74,9 +74,13 @@ class DeltaSync:
         """End the background thread."""
         self._coordinator.stop()
 
-    def salted(self, user_salt: str | None) -> Salted:
+    def salted(self, user_salt: str | None, session: str | None) -> Salted:
         """The prefix-cache salt for a new request."""
-        return Salted(self.salt, user_salt)
+        return Salted(self.salt, user_salt, session)
+
+    def enter(self, timeout: float) -> Future[bool]:
+        """Whether a new request may come in, once no drain is going on or after ``timeout`` seconds."""
+        return self._live.gate.enter(timeout)
 
     def label(self) -> str:
         """What a batch that is scheduled now is computed by."""
@@ -84,7 +88,7 @@ class DeltaSync:
 
     def status(self) -> dict[str, Any]:
         """The JSON of /delta_sync/status."""
-        return self._status.to_dict()
+        return {**self._status.to_dict(), "draining": self._live.gate.closed}
 
     def tensors(self, scan: bool) -> dict[str, Any] | Future[dict[str, Any]]:
         """The JSON of /delta_sync/tensors: proven digests, or those of a scan that starts now."""

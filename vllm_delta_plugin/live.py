@@ -9,7 +9,7 @@ from typing import Any
 
 from delta_sync.digest import model_fingerprint
 from delta_sync.errors import IntegrityError, MappingError
-from delta_sync.manifest import Manifest, TensorState
+from delta_sync.manifest import Manifest, PromptCache, TensorState
 from delta_sync.plan import Plan, Position
 from vllm_delta_plugin.cache_salt import CacheSalt
 from vllm_delta_plugin.config import ReplicaConfig
@@ -17,10 +17,13 @@ from vllm_delta_plugin.engine_audit import Auditor, compare
 from vllm_delta_plugin.engine_commit import Committed, commit_all
 from vllm_delta_plugin.engine_load import Pause, load_dense
 from vllm_delta_plugin.engine_stage import Staged, Stager
+from vllm_delta_plugin.gate import Gate
 from vllm_delta_plugin.main_thread import MainThread
 from vllm_delta_plugin.proof import Layout, Proven, Sums
 from vllm_delta_plugin.ranks import Ranks, Reply
 from vllm_delta_plugin.weights_label import WeightsLabel
+
+_STRICTEST_FIRST: tuple[PromptCache, ...] = ("none", "new_session", "all")
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Live:
     def __init__(self, config: ReplicaConfig, ranks: Ranks, main: MainThread, salt: CacheSalt, pause: Pause) -> None:
         self._ranks, self._main, self._salt, self._pause = ranks, main, salt, pause
         self._timeout, self._transition = config.stage_timeout, config.transition
+        self.gate = Gate()
         self.lost = False  # a load in place failed half way: the engine is paused until one succeeds
         replies = ranks.tell("attach", config.to_dict())
         sums = [reply["regions"] for reply in replies]
@@ -105,16 +109,19 @@ class Live:
         """Make a staged plan live on all ranks or none; see commit_all. With "sync" running requests end first."""
         if self._transition != "sync":
             return self._main.run(lambda: self._commit(staged))
-        self._pause.begin(drain=True)
+        self.gate.close()
         try:
+            self._pause.begin(drain=True)
             return self._main.run(lambda: self._commit(staged))
         finally:
             self._pause.end()
+            self.gate.open()
 
     def _commit(self, staged: Staged) -> Committed:
         """On the engine's thread, so that whatever it reads next sees new bits and new position together."""
-        committed = commit_all(self._ranks, self._salt, staged.plan.target.version)
-        self._serves = staged.plan.target
+        plan = staged.plan
+        committed = commit_all(self._ranks, self._salt, plan.target.version, _cache_that_remains(plan))
+        self._serves = plan.target
         self._sums, self._proven = staged.after.sums, staged.after
         self._auditor.committed()
         if self._transition == "recompute":
@@ -155,6 +162,14 @@ class Live:
         """Start or poll a scan; when it is done, what it found."""
         found = self._auditor.step()
         return None if found is None else Audit(found, compare(found, self._sums))
+
+
+def _cache_that_remains(plan: Plan) -> PromptCache:
+    """The strictest policy of the versions on the way; no cache outlives an anchor or a way back."""
+    if plan.start in ("anchor", "back"):
+        return "none"
+    policies = {manifest.prompt_cache for manifest in plan.deltas}
+    return next((policy for policy in _STRICTEST_FIRST if policy in policies), "none")
 
 
 def _tensors(replies: Sequence[Reply]) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -41,9 +41,8 @@ class Choice:
 class RequestVersions:
     """Every choice's spans; ``spoiled`` is set by the first token that is not by a version the client asked for."""
 
-    def __init__(self, wish: VersionWish | None = None) -> None:
-        self.wish = wish
-        self.session: str | None = None
+    def __init__(self, wish: VersionWish | None = None, session: str | None = None) -> None:
+        self.wish, self.session = wish, session
         self.spoiled = asyncio.Event()
         self._prompts: dict[str, int] = {}
         self._choices: dict[tuple[int, int], Choice] = {}

@@ -12,6 +12,7 @@ from vllm_delta_plugin import control_routes
 from vllm_delta_plugin.api_key import AdminKey, KeyRing
 from vllm_delta_plugin.asking import ask, merge, refuse
 from vllm_delta_plugin.compat import outputs, usage
+from vllm_delta_plugin.config import find_config
 from vllm_delta_plugin.flag import PLUGIN
 from vllm_delta_plugin.version_middleware import VersionMiddleware
 
@@ -38,6 +39,8 @@ class DeltaSyncEndpoints:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Keep what the routes need."""
         state.delta_sync_engine = engine_client
+        config = find_config(getattr(args, "additional_config", None))
+        state.delta_sync_transition = config.transition if config else None
         state.delta_sync_keys = KeyRing(getattr(args, "api_key", None))
         state.delta_sync_admin = AdminKey(getattr(args, "delta_sync_admin_key", None))
 

@@ -13,6 +13,23 @@ from vllm_delta_plugin.version_wish import VersionWish
 
 _ANSWER = 30.0  # seconds an engine may take for a long step before it looks at a question
 _RETRY = 1  # seconds
+DRAIN_TIMEOUT = 90.0  # seconds a new request waits for running ones to end, unless its header says otherwise
+
+
+async def let_in(state: Any, wish: VersionWish | None, patience: float) -> JSONResponse | None:
+    """None once a request may go on to the engine; ``patience``: seconds it will wait for running requests to end."""
+    if wish is not None and (refusal := await wait_for_version(state, wish)) is not None:
+        return refusal
+    if getattr(state, "delta_sync_transition", None) != "sync":
+        return None
+    try:
+        entered = await ask_engines(state.delta_sync_engine, "delta_sync_enter", patience, timeout=patience + _ANSWER)
+    except TimeoutError:
+        return refuse(425, "no_answer", "the engine did not answer in time", retry=_RETRY)
+    if all(entered):
+        return None
+    text = f"running requests end before new weights come; not done after {patience:g} s"
+    return refuse(425, "draining", text, retry=_RETRY)
 
 
 async def wait_for_version(state: Any, wish: VersionWish) -> JSONResponse | None:

@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from delta_sync.errors import FormatError
 from vllm_delta_plugin.request_versions import CURRENT, RequestVersions
-from vllm_delta_plugin.version_gate import bad_header, changed, wait_for_version
-from vllm_delta_plugin.version_wish import VersionWish
+from vllm_delta_plugin.version_gate import DRAIN_TIMEOUT, bad_header, changed, let_in
+from vllm_delta_plugin.version_wish import VersionWish, read_timeout
+from vllm_delta_plugin.weights_label import LABEL, SESSION
 
-HEADER = "x-delta-sync-version"
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -32,15 +32,17 @@ class VersionMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST" or "/delta_sync/" in scope["path"]:
             await self._app(scope, receive, send)
             return
+        headers = Headers(scope=scope)
+        refusal, wish = None, None
         try:
-            wish = VersionWish.read(Headers(scope=scope))
+            wish = VersionWish.read(headers)
+            refusal = await let_in(scope["app"].state, wish, read_timeout(headers, DRAIN_TIMEOUT))
         except FormatError as error:
-            await bad_header(error)(scope, receive, send)
-            return
-        if wish is not None and (refusal := await wait_for_version(scope["app"].state, wish)) is not None:
+            refusal = bad_header(error)
+        if refusal is not None:
             await refusal(scope, receive, send)
             return
-        await self._answer(scope, receive, send, RequestVersions(wish))
+        await self._answer(scope, receive, send, RequestVersions(wish, headers.get(SESSION)))
 
     async def _answer(self, scope: Message, receive: Receive, send: Send, versions: RequestVersions) -> None:
         answer = _Answer(versions, send)
@@ -78,7 +80,7 @@ class _Answer:
         headers = MutableHeaders(scope=held)
         self._events = headers.get("content-type", "").startswith("text/event-stream")
         if (text := self._versions.header) is not None:
-            headers[HEADER] = text
+            headers[LABEL] = text
         await self._send(held)
 
     async def end(self, scope: Message, receive: Receive) -> None:

@@ -1,9 +1,10 @@
-"""How a batch is marked with the weights that compute it, on its way from the engine to an API server."""
+"""What goes along with requests and outputs between API server and engine: a session's name, the weights' version."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+SESSION = "x-session-id"  # the HTTP header, and the key under which it goes along to the engine
 LABEL = "x-delta-sync-version"  # the key under which an output carries its label
 
 

@@ -34,14 +34,17 @@ class Pause:
 
     def __init__(self) -> None:
         self.paused = False
-        self.times = 0
+        self.times = self.recomputed = 0
 
-    def begin(self) -> None:
+    def begin(self, drain: bool = False) -> None:
         self.paused = True
         self.times += 1
 
     def end(self) -> None:
         self.paused = False
+
+    def recompute(self) -> None:
+        self.recomputed += 1
 
 
 class Replica:

@@ -12,6 +12,7 @@ from vllm_delta_plugin.compat.pause import EnginePause
 from vllm_delta_plugin.compat.seam import require, wrap
 from vllm_delta_plugin.config import find_config
 from vllm_delta_plugin.flag import WORKER_EXTENSION
+from vllm_delta_plugin.weights_label import SESSION
 
 _TICK = "delta_sync_tick"  # a request type that only this plugin puts into the input queue
 _ORDERED_EXECUTORS = ("UniProcExecutor", "MultiprocExecutor")
@@ -60,6 +61,11 @@ def delta_sync_control(self: Any, action: str, version: int | None, timeout: flo
     return self.delta_sync.control(action, version, timeout) if _of(self) else None
 
 
+def delta_sync_enter(self: Any, timeout: float) -> Any:
+    """Utility: a future, whether a new request may come in."""
+    return self.delta_sync.enter(timeout) if _of(self) else None
+
+
 def delta_sync_hint(self: Any) -> Any:
     """Utility: look at the store at once."""
     return self.delta_sync.hint() if _of(self) else None
@@ -77,6 +83,7 @@ _UTILITIES = (
     delta_sync_read_tensor,
     delta_sync_wait,
     delta_sync_control,
+    delta_sync_enter,
     delta_sync_hint,
     delta_sync_pump,
 )
@@ -91,7 +98,7 @@ def _attach(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(self, vllm_config, *args, **kwargs)
         config = find_config(vllm_config.additional_config)
         if config is not None and _of(self) is None:
-            _refuse_unsupported(self, vllm_config)
+            _refuse_unsupported(self, vllm_config, config)
             self.delta_sync = _build(self, vllm_config, config)
             self.delta_sync.start()
         return result
@@ -117,7 +124,7 @@ def _build(core: Any, vllm_config: Any, config: Any) -> Any:
     return DeltaSync(config, facts, rpc, wake, lambda main, stop: EnginePause(core, main, stop))
 
 
-def _refuse_unsupported(core: Any, vllm_config: Any) -> None:
+def _refuse_unsupported(core: Any, vllm_config: Any, config: Any) -> None:
     parallel = vllm_config.parallel_config
     executor = type(core.model_executor)
     if not any(base.__name__ in _ORDERED_EXECUTORS for base in executor.__mro__):
@@ -134,6 +141,13 @@ def _refuse_unsupported(core: Any, vllm_config: Any) -> None:
             got=f"{parallel.data_parallel_size} engines that share expert ranks",
             remedy="serve it with tensor parallelism",
         )
+    if config.transition == "sync" and not hasattr(core, "input_queue"):
+        raise MappingError(
+            "transition 'sync'",
+            expected="an engine with a loop of its own, which goes on while requests end",
+            got="one that steps only while LLM.generate runs",
+            remedy="use vllm serve, or leave VLLM_ENABLE_V1_MULTIPROCESSING on",
+        )
     if not parallel.worker_extension_cls:
         raise MappingError(
             "worker extension class", expected=WORKER_EXTENSION, got="none", remedy="pass --worker-extension-cls too"
@@ -145,7 +159,8 @@ def _salt(original: Callable[..., Any]) -> Callable[..., Any]:
         sync = _of(self)
         if sync is None:
             return original(self, request)
-        salted = sync.salted(request.cache_salt)
+        session = (request.trace_headers or {}).get(SESSION) or getattr(request, "session_id", None)
+        salted = sync.salted(request.cache_salt, session)
         request.cache_salt = salted.cache_salt
         result = original(self, request)
         setattr(result[0], ATTRIBUTE, salted)

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_delta_plugin.compat.seam import require, wrap
 from vllm_delta_plugin.request_versions import CURRENT, Choice
-from vllm_delta_plugin.weights_label import LABEL, WeightsLabel
+from vllm_delta_plugin.weights_label import LABEL, SESSION, WeightsLabel
 
 _CHOICE = "delta_sync_choice"
 
@@ -31,6 +31,8 @@ def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(self, request, prompt, parent_req, request_index, *args, **kwargs)
         versions = CURRENT.get()
         if versions is not None:
+            if versions.session:
+                request.trace_headers = {**(request.trace_headers or {}), SESSION: versions.session}
             source = parent_req if parent_req is not None else request
             setattr(
                 self.request_states[request.request_id],

@@ -40,8 +40,8 @@ class ServedWait:
         """Return the served version once it covers ``step``; refusals met on the way go to the publisher.
 
         SyncTimeoutError after ``sync_timeout`` seconds names server, version wanted and served, and the last error;
-        ConflictError if the server serves another trainer's newer version or is held at an older one; MappingError if it can't take this model's;
-        whatever stopped the publisher.
+        ConflictError if the server serves another trainer's newer version, or is held at an older one;
+        MappingError if it can't take this model's; whatever stopped the publisher.
         """
         start = time.monotonic()
         pause = self._config.poll_interval

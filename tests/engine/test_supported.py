@@ -28,7 +28,9 @@ class RayDistributedExecutor(Executor):
     pass
 
 
-def check(executor: type = MultiprocExecutor, engines: int = 1, moe: bool = False, extension: str = "x.Y", **more: Any) -> None:
+def check(
+    executor: type = MultiprocExecutor, engines: int = 1, moe: bool = False, extension: str = "x.Y", **more: Any
+) -> None:
     parallel = SimpleNamespace(data_parallel_size=engines, worker_extension_cls=extension)
     config: Any = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(is_moe=moe))
     core = SimpleNamespace(model_executor=executor(), **more.pop("core", {}))

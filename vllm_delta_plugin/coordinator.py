@@ -168,13 +168,9 @@ class Coordinator:
         if self._hold.active or pinned is not None:
             self._wake.wait(min(seconds, self._config.poll))
             newest = self._ledger.head()
-            held = self._hold.active and (newest is None or not self._hold.over(self._signal(newest)))
         else:
-            newest, held = (
-                self._ledger.wait_newer(
-                    self._live.position, time.monotonic() + seconds, self._wake, poll_seconds=self._config.poll
-                ),
-                False,
+            newest = self._ledger.wait_newer(
+                self._live.position, time.monotonic() + seconds, self._wake, poll_seconds=self._config.poll
             )
         self._wake.clear()
         self.status.update(looked_at=time.time())
@@ -182,7 +178,9 @@ class Coordinator:
             return None
         self._newest = newest
         self.status.saw(newest.version)
-        return None if held or self._is_at(pinned) else newest
+        if self._hold.active and not self._hold.over(self._signal(newest)):
+            return None
+        return None if self._is_at(pinned) else newest
 
     def _is_at(self, pinned: Manifest | None) -> bool:
         at = self._live.position

@@ -30,10 +30,13 @@ class RolledBack(RankError):
 
 @dataclass(frozen=True)
 class Committed:
-    """Milliseconds the engine's thread was busy; ``unsettled`` if a rank could not free its undo buffer."""
+    """Milliseconds the engine's thread was busy; ``unsettled``: what failed once the weights were live, if anything.
+
+    That is freeing a rank's undo buffer, or making running requests prefill anew.
+    """
 
     milliseconds: float
-    unsettled: RankError | None
+    unsettled: Exception | None
 
 
 def commit_all(ranks: Ranks, salt: CacheSalt, version: int, keep: PromptCache) -> Committed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from delta_sync.digest import model_fingerprint
@@ -124,8 +124,13 @@ class Live:
         self._serves = plan.target
         self._sums, self._proven = staged.after.sums, staged.after
         self._auditor.committed()
-        if self._transition == "recompute":
+        return self._recompute(committed) if self._transition == "recompute" else committed
+
+    def _recompute(self, committed: Committed) -> Committed:
+        try:
             self._pause.recompute()
+        except RuntimeError as error:  # vLLM's: a request's cache is just being moved
+            return replace(committed, unsettled=committed.unsettled or error)
         return committed
 
     def load(self, plan: Plan) -> float:

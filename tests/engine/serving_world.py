@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import fresh
-from helpers.publish import Publisher
+from helpers.publish import Publisher, Weights
 from helpers.server import VllmServer
 from helpers.tiny_models import build
 
@@ -30,13 +30,13 @@ class Answer:
 
 @dataclass
 class World:
-    """``checkpoints``: every version's, as far as ``step`` published it."""
+    """``weights``: every version's, as far as ``step`` published it."""
 
     folder: Path
     base: Path
     trainer: Publisher
     server: VllmServer
-    checkpoints: dict[int, Path] = field(default_factory=dict)
+    weights: dict[int, Weights] = field(default_factory=dict)
 
     @property
     def version(self) -> int:
@@ -46,7 +46,7 @@ class World:
     def step(self, seed: int, wait: bool = True) -> int:
         """Publish a version that answers otherwise, and wait until it is served."""
         version = self.trainer.step(seed, 0.05).version
-        self.checkpoints[version] = self.trainer.save(self.folder / f"v{version}", self.base)
+        self.weights[version] = {name: bits.copy() for name, bits in self.trainer.weights.items()}
         if wait:
             self.server.wait_version(version)
         return version
@@ -54,7 +54,8 @@ class World:
     def fresh_greedy(self, version: int, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         """What a fresh engine with this version's checkpoint says."""
         llm = fresh.following(self.folder / "no-run")  # follows nothing, but keeps CPU weights plain like the server
-        [answers] = fresh.ask(self.folder / f"fresh{version}", self.checkpoints[version], llm, prompts, tokens)
+        checkpoint = Publisher("memory://saver", self.weights[version]).save(self.folder / f"v{version}", self.base)
+        [answers] = fresh.ask(self.folder / f"fresh{version}", checkpoint, llm, prompts, tokens)
         return [answer["tokens"] for answer in answers["answers"]]
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, key: str | None = None, **headers: str) -> Answer:
@@ -101,4 +102,4 @@ def serve(folder: Path, args: Sequence[str], env: Mapping[str, str] | None = Non
     trainer = Publisher.of_checkpoint(run, base)
     with VllmServer(base, folder / "server.log", ("--delta-sync", run, *args), env) as server:
         server.headers = {"Authorization": "Bearer first"}
-        yield World(folder, base, trainer, server, {1: base})
+        yield World(folder, base, trainer, server)

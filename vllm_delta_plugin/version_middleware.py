@@ -22,18 +22,18 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class VersionMiddleware:
-    """Looks after every POST but the plugin's own routes; a request without tokens passes unchanged."""
+    """Looks after every POST to vLLM's versioned routes; a request that makes no tokens passes unchanged."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """One request."""
-        if scope["type"] != "http" or scope["method"] != "POST" or "/delta_sync/" in scope["path"]:
+        if scope["type"] != "http" or scope["method"] != "POST" or "/v1/" not in scope["path"]:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        refusal, wish = None, None
+        wish = None
         try:
             wish = VersionWish.read(headers)
             refusal = await let_in(scope["app"].state, wish, read_timeout(headers, DRAIN_TIMEOUT))

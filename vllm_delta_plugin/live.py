@@ -109,13 +109,22 @@ class Live:
         """Make a staged plan live on all ranks or none; see commit_all. With "sync" running requests end first."""
         if self._transition != "sync":
             return self._main.run(lambda: self._commit(staged))
-        self.gate.close()
         try:
-            self._pause.begin(drain=True)
+            self._stop_stepping()
             return self._main.run(lambda: self._commit(staged))
         finally:
-            self._pause.end()
-            self.gate.open()
+            self._step_again()
+
+    def _stop_stepping(self) -> None:
+        """With "sync" running requests end first, and new ones wait at the gate."""
+        drain = self._transition == "sync"
+        if drain:
+            self.gate.close()
+        self._pause.begin(drain)
+
+    def _step_again(self) -> None:
+        self._pause.end()
+        self.gate.open()
 
     def _commit(self, staged: Staged) -> Committed:
         """On the engine's thread, so that whatever it reads next sees new bits and new position together."""
@@ -138,13 +147,15 @@ class Live:
 
         On any error nothing is known about the weights any more and the engine stays paused.
         """
-        self._pause.begin()
+        self._stop_stepping()
         started = time.perf_counter()
         self._serves, self._proven, self.lost = None, None, True
         proven = load_dense(plan, self._layout, self._main, self._ranks, self._timeout, self._salt.advance)
         self._serves, self._sums, self._proven, self.lost = plan.target, proven.sums, proven, False
         self._auditor.committed()
-        self._pause.end()
+        if self._transition == "recompute":
+            self._main.run(self._pause.recompute)
+        self._step_again()
         return (time.perf_counter() - started) * 1e3
 
     def adopt(self, plan: Plan) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from helpers.publish import Publisher
-from test_coordinator import Replica, anchor, replica_of, trainer, uri, weights  # noqa: F401
+from test_coordinator import Replica, anchor, other, replica_of, trainer, uri, weights  # noqa: F401
 
 from delta_sync.errors import StoreError
 
@@ -128,12 +128,17 @@ def test_a_hint_is_followed_at_once(trainer: Publisher, replica_of: Any) -> None
     replica.wait_version(2)
 
 
-def test_running_requests_are_recomputed_or_end_first_if_so_configured(trainer: Publisher, replica_of: Any) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_running_requests_are_recomputed_or_end_first_if_so_configured(
+    trainer: Publisher, replica_of: Any, weights: Any, in_place: bool
+) -> None:
     trainer.origin()
-    trainer.step(1)
-    for transition, recomputed, pauses in (("async", 0, 0), ("recompute", 1, 0), ("sync", 0, 1)):
-        replica = replica_of(transition=transition).start()
-        replica.wait_version(2)
-        assert (replica.pause.recomputed, replica.pause.times) == (recomputed, pauses)
+    anchor(trainer, trainer.step(1))
+    for transition, recomputed, drains in (("async", 0, 0), ("recompute", 1, 0), ("sync", 0, 1)):
+        replica = replica_of(other(weights), transition=transition)
+        for rank in replica.executor.ranks:
+            rank.too_small = in_place
+        replica.start().wait_version(2)
+        assert (replica.pause.recomputed, replica.pause.drains) == (recomputed, drains)
         assert not replica.pause.paused
         assert not replica.live.gate.closed

@@ -34,11 +34,12 @@ class Pause:
 
     def __init__(self) -> None:
         self.paused = False
-        self.times = self.recomputed = 0
+        self.times = self.drains = self.recomputed = 0
 
     def begin(self, drain: bool = False) -> None:
         self.paused = True
         self.times += 1
+        self.drains += drain
 
     def end(self) -> None:
         self.paused = False

@@ -31,7 +31,7 @@ def main(request_file: str, answer_file: str) -> None:
     sync(llm, 1)
     engine = llm.llm_engine
     core = engine.engine_core.engine_core
-    in_flight = _watch_commits(live, core)
+    commits = _watch_commits(live, core)
     sampling = SamplingParams(temperature=0, max_tokens=request["tokens"], ignore_eos=True)
     for number, prompt in enumerate(request["prompts"]):
         engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
@@ -43,23 +43,32 @@ def main(request_file: str, answer_file: str) -> None:
                 [done] = output.outputs
                 answers[output.request_id] = {"tokens": list(done.token_ids), "versions": done.weight_versions}
         steps += 1
-        if published < request["versions"] and published == len(in_flight) and steps % 50 == 0:
+        if published < request["versions"] and published == len(commits) and steps % 50 == 0:
             published += 1
-            version = trainer.step(published, 0.05).version
-            trainer.save(base.parent / f"v{version}", base)
+            trainer.step(published, 0.05)
     ordered = [answers[str(number)] for number in range(len(request["prompts"]))]
     Path(answer_file).write_text(
-        json.dumps({"answers": ordered, "in_flight": in_flight, "status": core.delta_sync_status()}, default=vars)
+        json.dumps({"answers": ordered, "commits": commits, "status": core.delta_sync_status()}, default=vars)
     )
 
 
-def _watch_commits(live: Any, core: Any) -> list[int]:
-    """How many batches are in flight at each commit."""
-    found: list[int] = []
+def _watch_commits(live: Any, core: Any) -> list[dict[str, Any]]:
+    """At each commit, how many batches are in flight, and how many tokens of each prompt are computed by then.
+
+    On a CPU a batch in flight is computed already, so its tokens can be counted before the swap.
+    """
+    found: list[dict[str, Any]] = []
     commit_all = live.commit_all
 
     def watched(*args: Any) -> Any:
-        found.append(len(core.batch_queue))
+        requests = core.scheduler.requests
+        counts = {name: request.num_output_tokens for name, request in requests.items()}
+        for future, *_ in core.batch_queue:
+            output = future.result()
+            for name, tokens in zip(output.req_ids, output.sampled_token_ids):  # noqa: B905
+                counts[name] += len(tokens)
+        by_prompt = {str(requests[name].prompt_token_ids[0]): count for name, count in counts.items()}
+        found.append({"in_flight": len(core.batch_queue), "computed": by_prompt})
         return commit_all(*args)
 
     live.commit_all = watched

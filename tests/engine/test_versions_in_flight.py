@@ -17,30 +17,15 @@ def test_tokens_in_flight_at_a_commit_are_told_from_those_after_it(tmp_path: Pat
         "this vLLM does not show spans"
     )
     base, run = build(tmp_path / "base"), tmp_path / "run"
-    following = fresh.following(run, transition="recompute")
-    found = fresh.run(
-        tmp_path / "queued",
-        "queued_run.py",
-        {
-            "model": str(base),
-            "run": str(run),
-            "llm": {**fresh.ENGINE, **following},
-            "prompts": PROMPTS,
-            "tokens": 1500,
-            "versions": 3,
-        },
-    )
-    assert len(found["in_flight"]) == 3, found["status"]
-    assert max(found["in_flight"]) > 0, "no batch was in flight at any commit"
-    pieces = []
+    llm = {**fresh.ENGINE, **fresh.following(run)}
+    request = {"model": str(base), "run": str(run), "llm": llm, "prompts": PROMPTS, "tokens": 1500, "versions": 5}
+    found = fresh.run(tmp_path / "queued", "queued_run.py", request)
+    assert len(found["commits"]) == 5, found["status"]
+    assert max(commit["in_flight"] for commit in found["commits"]) > 0, "no batch was in flight at any commit"
     for prompt, answer in zip(PROMPTS, found["answers"], strict=True):
-        spans = answer["versions"]
-        assert [s["version"] for s in spans] == ["1/1", "2/1", "3/1", "4/1"]
-        assert (spans[0]["start"], spans[-1]["end"], len(answer["tokens"])) == (0, 1500, 1500)
-        s = spans[2]
-        pieces.append((prompt + answer["tokens"][: s["start"]], answer["tokens"][s["start"] : s["end"]]))
-    longest = max(len(piece) for _, piece in pieces)
-    plain = fresh.following(tmp_path / "no-run")
-    [expected] = fresh.ask(tmp_path / "fresh", tmp_path / "v3", plain, [before for before, _ in pieces], longest)
-    for (_, piece), answer in zip(pieces, expected["answers"], strict=True):
-        assert piece == answer["tokens"][: len(piece)]
+        starts = [0, *[commit["computed"][str(prompt[0])] for commit in found["commits"]]]
+        ends = [*starts[1:], 1500]
+        assert answer["versions"] == [
+            {"version": f"{number}/1", "start": start, "end": end}
+            for number, (start, end) in enumerate(zip(starts, ends, strict=True), 1)
+        ]

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from vllm_delta_plugin.regions import Region
 
 BLOCK = 1024
+# A row of the stage kernel's table, int64 [16]: the storage's address, the tensor's digest key, 1 if bits are given
+# instead of steps, the region's first position and first live element, four source strides, four live strides.
+PIECE = 16
 _ROUNDS = 16  # blocks that one program of the digest sums up before its one atomic addition
-MAX_DIMS = 4  # of a region that the digest kernel takes
+MAX_DIMS = 4  # of a region that these kernels take
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -43,36 +46,42 @@ def _factor(position, key):
 
 
 @triton.jit
-def stage(elements, positions, staged, programs, pieces, sums, counts, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Turn live elements into addresses and steps into absolute bits, in place, and sum up what would change.
+def stage(relative, addresses, staged, programs, pieces, sums, counts, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Turn positions into addresses, and steps in place into absolute bits, and sum up what would change.
 
-    One program handles ``[first, stop)`` of piece ``piece``: ``programs`` is int64 ``[grid, 3]``. A piece is a run of
-    changes of one encoding to one region: ``pieces`` (int64 ``[pieces, 3]``) gives its storage's address, its tensor's
-    digest key, and 1 if ``staged`` holds bits already. ``sums`` (int64, modulo 2**64) and ``counts`` are per piece.
+    One program handles changes ``[first, stop)`` of one piece, as ``programs`` (int64 ``[grid, 3]``) says. A piece is a
+    run of changes of one encoding to one region: see PIECE. ``relative`` (uint32): positions after the region's first.
+    ``staged``: steps, or bits. ``sums`` (int64, modulo 2**64) and ``counts`` (int32) are per piece.
     """
     row = programs + tl.program_id(0) * 3
-    first, stop, piece = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-    base, key, raw = tl.load(pieces + piece * 3), tl.load(pieces + piece * 3 + 1), tl.load(pieces + piece * 3 + 2)
+    first, stop, number = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    piece = pieces + number * 16  # PIECE
     at = first + tl.arange(0, BLOCK)
     mask = at < stop
     ALL: tl.constexpr = (1 << WIDTH) - 1
     SIGN: tl.constexpr = 1 << (WIDTH - 1)
 
-    address = base + tl.load(elements + at, mask=mask, other=0) * (WIDTH // 8)
+    rest = tl.load(relative + at, mask=mask, other=0).to(tl.int64) & 0xFFFFFFFF
+    position = rest + tl.load(piece + 3)
+    element = tl.load(piece + 4)
+    for dim in tl.static_range(4):
+        index = rest // tl.load(piece + 5 + dim)
+        rest -= index * tl.load(piece + 5 + dim)
+        element += index * tl.load(piece + 9 + dim)
+    address = tl.load(piece) + element * (WIDTH // 8)
     old = tl.load(address.to(staged.dtype), mask=mask, other=0).to(tl.int64) & ALL
     given = tl.load(staged + at, mask=mask, other=0).to(tl.int64) & ALL
     moved = (tl.where((old & SIGN) != 0, old ^ ALL, old ^ SIGN) + given) & ALL
-    new = tl.where(raw != 0, given, tl.where((moved & SIGN) != 0, moved ^ SIGN, moved ^ ALL))
-    tl.store(elements + at, address, mask=mask)
+    new = tl.where(tl.load(piece + 2) != 0, given, tl.where((moved & SIGN) != 0, moved ^ SIGN, moved ^ ALL))
+    tl.store(addresses + at, address, mask=mask)
     tl.store(staged + at, new.to(staged.dtype.element_ty), mask=mask)
 
-    factor = _factor(tl.load(positions + at, mask=mask, other=0), key.to(tl.uint64))
-    change = factor * (new - old).to(tl.uint64)
-    tl.atomic_add(sums + piece, tl.sum(tl.where(mask, change.to(tl.int64), 0)))
-    tl.atomic_add(counts + piece, tl.sum((mask & (new != old)).to(tl.int32)))
+    change = _factor(position, tl.load(piece + 1).to(tl.uint64)) * (new - old).to(tl.uint64)
+    tl.atomic_add(sums + number, tl.sum(tl.where(mask, change.to(tl.int64), 0)))
+    tl.atomic_add(counts + number, tl.sum((mask & (new != old)).to(tl.int32)))
 
 
-@triton.jit(do_not_specialize=["total", "key", "live0", "src0"])
+@triton.jit(do_not_specialize=["key"])
 def _digest(
     bits, total, key, sums, live0, src0, n1, n2, n3, d0, d1, d2, d3, s0, s1, s2, s3,
     DIMS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr,

@@ -37,27 +37,12 @@ class Update:
     bits: Array
 
 
-@dataclass(frozen=True)
-class Pending:
-    """The changes of one delta that lie in one region: ``which`` of them, and at which live elements ``dst``."""
-
+@dataclass
+class _Pending:
     delta: TensorDelta
     region: Region
     which: Index
     dst: Index
-
-    @property
-    def positions(self) -> Index:
-        """Their checkpoint positions, int64 ``[n]``."""
-        return self._mine(self.delta.positions)
-
-    @property
-    def values(self) -> Array:
-        """Their steps or bits, carrier ``[n]``."""
-        return self._mine(self.delta.values)
-
-    def _mine(self, of_delta: Array) -> Array:
-        return of_delta if self.which.size == of_delta.size else of_delta[self.which]
 
 
 @dataclass
@@ -79,30 +64,26 @@ class StageBuilder:
 
     def add_deltas(self, deltas: Mapping[str, Sequence[TensorDelta]]) -> None:
         """Stage every tensor's folded deltas; MappingError if one does not fit, StageTooLargeError."""
-        pending = [
-            Pending(delta, region, *map_positions(region, delta.positions))
-            for name, folded in deltas.items()
-            for region in self.weights.regions.get(name, ())
-            for delta in folded
-        ]
-        self._add([item for item in pending if item.dst.size])
+        pending: dict[int, list[_Pending]] = {}
+        for name, folded in deltas.items():
+            for region in self.weights.regions.get(name, ()):
+                for delta in folded:
+                    which, dst = map_positions(region, delta.positions)
+                    pending.setdefault(region.storage, []).append(_Pending(delta, region, which, dst))
+        for storage, items in pending.items():
+            self._add_storage(storage, items)
 
-    def _add(self, pending: Sequence[Pending]) -> None:
-        by_storage: dict[int, list[Pending]] = {}
-        for item in pending:
-            by_storage.setdefault(item.region.storage, []).append(item)
-        for storage, items in by_storage.items():
-            self._add_storage(self.weights.storages[storage], items)
-
-    def _add_storage(self, live: LiveStorage, items: Sequence[Pending]) -> None:
+    def _add_storage(self, storage: int, items: Sequence[_Pending]) -> None:
+        live = self.weights.storages[storage]
         old = live.read(np.concatenate([item.dst for item in items]))
         at = 0
         for item in items:
             mine = old[at : at + item.dst.size]
             at += item.dst.size
             d = item.delta
-            part = TensorDelta(d.name, d.dtype, d.shape, d.encoding, item.positions, item.values)
-            self.add_values(item.region, part.positions, item.dst, mine, new_bits(part, mine))
+            positions, values = d.positions[item.which], d.values[item.which]
+            part = TensorDelta(d.name, d.dtype, d.shape, d.encoding, positions, values)
+            self.add_values(item.region, positions, item.dst, mine, new_bits(part, mine))
 
     def add_values(self, region: Region, positions: Index, dst: Index, old: Array, new: Array) -> None:
         """Stage new bits for a region's elements: positions, live elements, old and new bits, all ``[n]``."""

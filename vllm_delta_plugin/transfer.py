@@ -18,21 +18,14 @@ _PIECE = 1 << 22  # bytes; torch keeps the pinned buffer for the next call
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """A copy of flat ``array`` (signed integers ``[n]``) on ``device``, complete on the current stream."""
     source = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cpu":
+        return source.clone()
     target = torch.empty(source.shape, dtype=source.dtype, device=device)
-    upload(array, target)
-    return target
-
-
-def upload(array: npt.NDArray[Any], target: torch.Tensor) -> None:
-    """Copy flat ``array`` (signed integers ``[n]``) into ``target``, complete on the current stream."""
-    source = torch.from_numpy(np.ascontiguousarray(array))
-    if target.device.type == "cpu":
-        target.copy_(source)
-        return
     for piece, pinned in _pieces(source):
         pinned.copy_(source[piece])
         target[piece].copy_(pinned, non_blocking=True)
-        torch.cuda.current_stream(target.device).synchronize()
+        torch.cuda.current_stream(device).synchronize()
+    return target
 
 
 def to_host(tensor: torch.Tensor) -> npt.NDArray[Any]:

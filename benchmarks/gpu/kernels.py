@@ -34,7 +34,7 @@ from vllm_delta_plugin.live_storage import live_storage  # noqa: E402
 from vllm_delta_plugin.regions import make_region  # noqa: E402
 from vllm_delta_plugin.rehearsal import rehearse  # noqa: E402
 
-DEVICE = torch.device("cuda")
+DEVICE = torch.device("cuda", 0)
 GRANULE = 64  # bytes the memory moves at least
 
 

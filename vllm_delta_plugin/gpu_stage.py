@@ -15,6 +15,7 @@ import torch
 
 from delta_sync.jit import compiled
 from delta_sync.tensor_delta import TensorDelta
+from vllm_delta_plugin.background import Pace
 from vllm_delta_plugin.gpu_kernels import BLOCK, MAX_DIMS, PIECE, stage
 from vllm_delta_plugin.live_digest import as_signed, tensor_key
 from vllm_delta_plugin.live_storage import SIGNED, LiveStorage
@@ -54,6 +55,7 @@ class GpuStageBuilder(StageBuilder):
         """See StageBuilder."""
         pieces: dict[int, list[Piece]] = {}
         others: dict[str, Sequence[TensorDelta]] = {}
+        pace = Pace()
         for name, folded in deltas.items():
             regions = self.weights.regions.get(name, ())
             if any(len(r.shape) > MAX_DIMS or r.src_last - r.src_offset >= _REACH for r in regions):
@@ -62,6 +64,7 @@ class GpuStageBuilder(StageBuilder):
             for region in regions:
                 width = self.weights.storages[region.storage].dtype.itemsize
                 pieces.setdefault(width, []).extend(_inside(region, delta) for delta in folded)
+                pace()
         super().add_deltas(others)
         for width, found in pieces.items():
             self._add_pieces(width, [piece for piece in found if piece.positions.size])
@@ -88,7 +91,11 @@ def stage_on_device(pieces: Sequence[Piece], storages: Sequence[LiveStorage]) ->
         torch.empty(total, dtype=torch.int64, device=device), torch.empty(total, dtype=SIGNED[width], device=device)
     )
     relative = torch.empty(min(total, _BATCH), dtype=torch.int32, device=device)
-    table = to_device(np.array([_row(piece, storages) for piece in pieces], np.int64).reshape(-1), device)
+    pace, rows = Pace(), []
+    for piece in pieces:
+        rows.append(_row(piece, storages))
+        pace()
+    table = to_device(np.array(rows, np.int64).reshape(-1), device)
     sums = torch.zeros(len(pieces), dtype=torch.int64, device=device)
     counts = torch.zeros(len(pieces), dtype=torch.int32, device=device)
     buffer = _Buffer(relative.numel(), SIGNED[width], device)
@@ -114,7 +121,7 @@ class _Buffer:
     """Pinned memory for one batch; it may be filled again once its upload is over."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._device, pinned = device, device.type != "cpu"
+        self._device, pinned, self._pace = device, device.type != "cpu", Pace()
         self._relative = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
         self._values = torch.empty(size, dtype=dtype, pin_memory=pinned)
 
@@ -125,6 +132,7 @@ class _Buffer:
         at = 0
         for number, start, stop in runs:
             piece, end = pieces[number], at + stop - start
+            self._pace()
             _subtract(piece.positions[start:stop], piece.region.src_offset, relative[at:end])
             values[at:end] = piece.values[start:stop].view(values.dtype)
             begins = np.arange(at, end, BLOCK, dtype=np.int64)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks" / "gpu")]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -31,8 +31,7 @@ from helpers.machine import SERVE_ARGS  # noqa: E402
 from helpers.publish import Publisher  # noqa: E402
 from helpers.server import VllmServer  # noqa: E402
 from helpers.tiny_models import write_tokenizer  # noqa: E402
-
-from examples.wordle.stream import StreamRecorder  # noqa: E402
+from streams import Recorded, Streams  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -104,13 +103,13 @@ def change(weights: dict[str, np.ndarray], seed: int, fraction: float) -> None:
         flat[at] ^= 1
 
 
-def gaps(recorders: list[StreamRecorder], begin: float, end: float) -> list[float]:
+def gaps(recorders: list[Recorded], begin: float, end: float) -> list[float]:
     """Milliseconds between neighbouring tokens of the same stream, of all pairs that touch [begin, end]."""
     found = []
     for recorder in recorders:
-        for stream in recorder.streams:
-            first = max(0, bisect_left(stream.times, begin) - 1)
-            times = stream.times[first : bisect_right(stream.times, end) + 1]
+        for all_times in recorder.times:
+            first = max(0, bisect_left(all_times, begin) - 1)
+            times = all_times[first : bisect_right(all_times, end) + 1]
             found += [1e3 * (b - a) for a, b in pairwise(times) if b >= begin and a <= end]
     return found
 
@@ -141,16 +140,13 @@ def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
         trainer.origin()
         server.wait_version(1, 120)
         say("streaming", began)
-        recorders = [StreamRecorder(server.url, "tiny", f"w{10 + i} w20", 4000) for i in range(args.streams)]
-        for recorder in recorders:
-            recorder.__enter__()
-        time.sleep(5)
-        quiet = (time.time() - 3, time.time())
-        rows = [step(server, trainer, args.fraction, seed) for seed in range(args.versions)]
-        audits = [audit(server) for _ in range(5)]
-        time.sleep(1)
-        for recorder in recorders:
-            recorder.stop()
+        with Streams(server.url, args.streams) as streams:
+            time.sleep(10)
+            quiet = (time.time() - 3, time.time())
+            rows = [step(server, trainer, args.fraction, seed) for seed in range(args.versions)]
+            audits = [audit(server) for _ in range(5)]
+            time.sleep(1)
+            recorders = streams.stop()
         say("comparing", began)
         tensors = server.get("/delta_sync/tensors?scan=1", timeout=300)["tensors"]
         served = {name: int(entry["digest"], 16) for name, entry in tensors.items()}
@@ -184,7 +180,7 @@ def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
         "commit_ms": spread([row["commit_ms"] for row in rows]),
         "stage_ms": spread([1e3 * row["stage_seconds"] for row in rows]),
         "published_to_served_ms": spread([1e3 * (row["end"] - row["begin"]) for row in rows]),
-        "tokens": sum(r.tokens for r in recorders),
+        "tokens": sum(len(times) for r in recorders for times in r.times),
         "interruptions": [why for r in recorders for why in r.interruptions],
         "bit_exact": exact,
         "greedy_equals_fresh_engine": greedy,
@@ -193,7 +189,7 @@ def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
     }
 
 
-def longest(recorders: list[StreamRecorder], begin: float, end: float) -> list[float]:
+def longest(recorders: list[Recorded], begin: float, end: float) -> list[float]:
     """Of each stream the longest gap, in milliseconds, that touches [begin, end + 10 ms]."""
     found = [gaps([recorder], begin, end + 0.01) for recorder in recorders]
     return [max(of_stream) for of_stream in found if of_stream]

@@ -147,6 +147,8 @@ def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
             audits = [audit(server) for _ in range(5)]
             time.sleep(1)
             recorders = streams.stop()
+        if not all(gaps(recorders, row["begin"], row["end"]) for row in rows):
+            raise SystemExit(f"no tokens came while versions did: {[r.interruptions for r in recorders]}")
         say("comparing", began)
         tensors = server.get("/delta_sync/tensors?scan=1", timeout=300)["tensors"]
         served = {name: int(entry["digest"], 16) for name, entry in tensors.items()}

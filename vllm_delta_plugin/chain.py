@@ -52,7 +52,8 @@ def fold_chain(
                 )
             for delta in deltas:
                 check(delta)
-                folded[delta.name] = fold([*folded.get(delta.name, ()), delta])
+                before = folded.get(delta.name)
+                folded[delta.name] = fold([*before, delta]) if before else [delta]
             _check_size(folded, limit)
     reading(None)
     return folded

@@ -29,6 +29,7 @@ class Reporter:
         counters.anchors_taken += staged.plan.start == "anchor"
         counters.changed_elements_last = staged.changed
         counters.commit_ms_last, counters.stage_seconds_last = milliseconds, staged.seconds
+        counters.committed_at_last = time.time()
         how = f"from {staged.plan.start}, {staged.changed} elements changed, "
         how += f"staged in {staged.seconds:.2f} s, committed in {milliseconds:.2f} ms"
         self._serving(staged.plan.target, how, generation)

@@ -27,7 +27,8 @@ class DeltaSyncConfig:
     uri: str = field(repr=False)  # may hold a password, as may server_url
     max_staleness: int = 0  # 0: rollouts come from exactly this step's weights
     publish_every: int = 1  # optimizer steps between versions nobody is waiting for
-    anchor_every: int = 50  # versions between complete checkpoints in the bucket; 0: only where one is needed
+    anchor_every: int = 50  # versions between complete checkpoints in the bucket; 0: not by number
+    anchor_chain_ratio: float = 1.0  # an anchor too once the deltas since the last have this part of its size; 0: never
     serving_dtype: str | None = None  # None: what the server serves, else the trainer's compute precision
     server_url: str | None = field(default=None, repr=False)  # None: the trainer's own vllm_server_* arguments
     api_key: str | None = field(default=None, repr=False)  # None: VLLM_API_KEY
@@ -51,6 +52,8 @@ class DeltaSyncConfig:
         for name in ("max_staleness", "anchor_every"):
             _require_integer(name, getattr(self, name), least=0)
         _require_integer("publish_every", self.publish_every, least=1)
+        ratio = self.anchor_chain_ratio
+        _require("anchor_chain_ratio", _is_number(ratio) and 0 <= ratio < float("inf"), "a number >= 0", ratio)
         for name in TIMES:
             value = getattr(self, name)
             _require(name, _is_number(value) and 0 < value < float("inf"), "seconds, more than 0", value)

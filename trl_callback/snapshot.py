@@ -16,6 +16,7 @@ from delta_sync.dtypes import DType
 from delta_sync.errors import MappingError
 from delta_sync.manifest import TensorState
 from delta_sync.tensor_delta import TensorDelta
+from trl_callback.past import Past
 from trl_callback.serving_image import ImageTensor, ServingImage
 
 
@@ -34,6 +35,7 @@ class Snapshot:
 
     def __init__(self, image: ServingImage) -> None:
         self._held: dict[str, _Held] = {}
+        self._past: Past | None = None
         self.states: dict[str, TensorState] = {}
         for tensor in image:
             if tensor.name in self._held:
@@ -79,9 +81,16 @@ class Snapshot:
 
     def apply(self, deltas: Mapping[str, TensorDelta], states: Mapping[str, TensorState]) -> None:
         """Move to the version just committed: its deltas and the states that ``advanced`` gave for them."""
+        if self._past is not None:
+            self._past.before(deltas)
         for name, delta in deltas.items():
             apply(delta, self._held[name].bits)
         self.states.update(states)
+
+    def remember(self) -> Past:
+        """The version it is at, which stays readable while ``apply`` moves on; the one remembered before is let go."""
+        self._past = Past({name: held.bits for name, held in self._held.items()}, self.states)
+        return self._past
 
     def changes(self, deltas: Mapping[str, TensorDelta]) -> Iterator[Change]:
         """The tensors that ``deltas`` touch before and after them; the new bits are copies, 2 bytes a BF16 element."""

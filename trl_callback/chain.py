@@ -11,6 +11,7 @@ from delta_sync.context_file import encode_against
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, encode_delta
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Kind, Manifest, TensorState
+from delta_sync.retention import delete, find_trim
 from delta_sync.writer import Writer
 from trl_callback.anchor_job import AnchorJob
 from trl_callback.changes import ChangeSet
@@ -18,6 +19,7 @@ from trl_callback.config import DeltaSyncConfig
 from trl_callback.healing import Refusal, acknowledged_refusal
 from trl_callback.snapshot import Snapshot
 
+DELETED_AT_ONCE = 32  # objects between two versions
 KEPT_BYTES = 512 * 1024**2  # objects of recent versions held so that a damaged one can be put again
 
 
@@ -60,6 +62,7 @@ class Chain:
         self._job: AnchorJob | None = None
         self._job_bytes = 0
         self._anchored: int | None = None
+        self._old: tuple[str, ...] = ()  # keys that are about to be deleted
         state = snapshot.digest_with({})
         self._manifest = self._commit("origin", (step, step), snapshot.states, state, changed=0)
 
@@ -183,6 +186,21 @@ class Chain:
         job, self._job = self._job, None
         if job is not None:
             job.abandon()
+
+    def trim(self) -> bool:
+        """Find what ``keep_anchors`` lets go, or delete the next few objects of what was found; whether some are left.
+
+        StoreError; ChainError, FormatError or IntegrityError where damage hides what is still needed.
+        """
+        if not self._old:
+            trim = find_trim(self._ledger, self._config.keep_anchors or 1, self._config.keep_grace)
+            for version in [kept for kept in self._kept if kept < (trim.first_kept or 0)]:
+                del self._kept[version]  # a version that is gone is not to be put again
+            self._old = trim.keys
+            return bool(self._old)
+        now, self._old = self._old[:DELETED_AT_ONCE], self._old[DELETED_AT_ONCE:]
+        delete(self._ledger.store, now)
+        return bool(self._old)
 
     def acknowledged(self) -> dict[str, Refusal | None]:
         """Replica -> what it says, in the bucket, it would not take."""

@@ -9,7 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from delta_sync.errors import DeltaSyncError, StoreError, SyncTimeoutError
+from delta_sync.errors import (
+    ChainError,
+    DeltaSyncError,
+    FormatError,
+    IntegrityError,
+    StoreError,
+    SyncTimeoutError,
+)
 from trl_callback.chain import Attempt, Chain, Published
 from trl_callback.changes import ChangeSet, rebase
 from trl_callback.config import DeltaSyncConfig
@@ -53,7 +60,8 @@ class Publisher:
         self._attempt: Attempt | None = None  # of what is in flight; the thread's own
         self._refusals: dict[str, Refusal] = {}
         self.anchor_wanted = self._anchor_urgent = False
-        self._shard_is_next = True  # shards of an anchor and versions take turns
+        self._aside_is_next = True  # versions and what else there is to do take turns
+        self.trim_due = False
         self._anchor_failed_at: int | None = None  # the newest version then
         self._stopping = False
         self._failure: BaseException | None = None
@@ -181,8 +189,9 @@ class Publisher:
         if self.anchor_wanted and self._anchor_urgent:
             return self._anchor_now
         to_publish = self._waiting or self._in_flight
-        if self.anchor_wanted and (self._shard_is_next or not to_publish or self._chain.anchor_must_go_on):
-            return self._next_shard
+        aside = self._next_shard if self.anchor_wanted else self._trim if self.trim_due else None
+        if aside and (self._aside_is_next or not to_publish or self._chain.anchor_must_go_on):
+            return aside
         return self._publish if to_publish else None
 
     def _try(self, job: Job) -> None:
@@ -222,7 +231,7 @@ class Publisher:
             self._snapshot.apply(attempt.changes.deltas, attempt.states)
             self._waiting = self._rebased(attempt.changes)
             self._in_flight = self._attempt = None
-            self._shard_is_next = True
+            self._aside_is_next = True
             self._want_periodic_anchor(published.version)
             self._changed.notify_all()
         self._record(attempt, published, time.monotonic() - start)
@@ -263,7 +272,7 @@ class Publisher:
 
     def _next_shard(self) -> None:
         """Of an anchor nobody waits for: one that fails is not insisted on, but due again ``anchor_every`` later."""
-        self._shard_is_next = False
+        self._aside_is_next = False
         try:
             self._advance_anchor(newest=False)
         except StoreError as error:
@@ -282,9 +291,19 @@ class Publisher:
         self._healer.anchored(now)
         with self._changed:
             self.anchor_wanted = self._anchor_urgent = False
+            self.trim_due = self._config.keep_anchors is not None
             self._changed.notify_all()
         self._metrics.record(anchor_bytes=job.size, anchor_seconds=now - job.began)
         return True
+
+    def _trim(self) -> None:
+        """Delete a few of the objects that ``keep_anchors`` lets go; after a failure again with the next anchor."""
+        self._aside_is_next = False
+        try:
+            self.trim_due = self._chain.trim()
+        except (ChainError, FormatError, IntegrityError, StoreError) as error:
+            self.trim_due = False
+            logger.warning("delta-sync: old versions are not deleted for now: %s", error)
 
     def _heal(self) -> None:
         with self._changed:

@@ -241,3 +241,44 @@ def test_a_past_gives_old_bits_whatever_came_after() -> None:
     past.release("w")
     past.before({"w": delta})
     assert past.nbytes == 0
+
+
+def test_old_anchors_and_what_is_below_them_go_while_training_goes_on(tmp_path: Path) -> None:
+    with running(tmp_path / "bucket", anchor_every=2, keep_anchors=2, keep_grace=1e-3) as run:
+        run.store.let_through()
+        for _ in range(12):
+            run.train()
+            settle(lambda: not run.publisher.anchor_wanted)
+        settle(lambda: len(run.anchors()) == 2)
+        settle(lambda: not run.publisher.trim_due)
+        anchors = run.anchors()
+        chain = bucket.chain_left(str(run.folder))
+        assert [manifest.version for manifest in chain] == list(range(anchors[0], 14))
+        kept = {key for manifest in chain for key in [manifest.key, *(ref.key for ref in manifest.objects)]}
+        left = {info.key for folder in ("manifests/", "deltas/") for info in run.store.list(folder)}
+        assert left == kept
+        assert run.chain.can_republish(13) and not run.chain.can_republish(anchors[0] - 1)
+        for version in anchors:
+            run.check_anchor(version)
+        run.publisher.report({"late": Refusal("late", 2, "NotFoundError", "gone", attempts=1)})
+        settle(lambda: run.anchors()[-1] == 13)  # what is gone is not put again: weights are
+        assert bucket.materialise(str(run.folder)) == bucket.cast_bytes(tiny.cast_state(run.model))
+
+
+def test_a_store_that_deletes_nothing_never_stops_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(key: str) -> None:
+        if key.startswith("manifests/"):
+            raise StoreError(key, expected="a deletion", got="an injected fault")
+
+    with running(tmp_path / "bucket", anchor_every=2, keep_anchors=1, keep_grace=1e-3, publish_timeout=0.5) as run:
+        run.store.let_through()
+        monkeypatch.setattr(run.store, "delete", fails)
+        for _ in range(8):
+            run.train()
+            settle(lambda: not run.publisher.anchor_wanted)
+            time.sleep(0.1)
+        assert run.chain.newest.version == 9 and len(bucket.chain(str(run.folder))) == 9
+        assert "old versions are not deleted for now" in caplog.text
+        monkeypatch.undo()

@@ -66,6 +66,7 @@ class AnchorJob:
     def abandon(self) -> None:
         """Give up, leaving nothing behind that could be mistaken for an anchor."""
         self._open.close()
+        self._past.release_all()
         self._upload.abandon()
 
     @contextlib.contextmanager

@@ -77,7 +77,7 @@ class Chain:
         return self._published[-1]
 
     @property
-    def anchored_or_first(self) -> int:
+    def _anchored_or_first(self) -> int:
         """The newest version with complete weights in the bucket, else this epoch's first version."""
         return self._published[0].version if self._anchored is None else self._anchored
 
@@ -154,9 +154,12 @@ class Chain:
         self._writer.republish(manifest, [data])
 
     @property
-    def bytes_since_anchor(self) -> int:
-        """Bytes of deltas that a reader of the newest anchor (else of this epoch's first version) has to fetch."""
-        return self._bytes - self._anchored_bytes
+    def anchor_is_due(self) -> bool:
+        """Whether so many versions came since the newest anchor, or their deltas are so large a part of one's size."""
+        every, ratio = self._config.anchor_every, self._config.anchor_chain_ratio
+        by_number = every > 0 and self.newest.version - self._anchored_or_first >= every
+        by_bytes = ratio > 0 and self._bytes - self._anchored_bytes > ratio * self._snapshot.total_bytes
+        return by_number or by_bytes
 
     @property
     def anchor_must_go_on(self) -> bool:

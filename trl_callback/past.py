@@ -58,3 +58,7 @@ class Past:
     def release(self, name: str) -> None:
         """The tensor will not be asked for again."""
         del self._undo[name]
+
+    def release_all(self) -> None:
+        """No tensor will be asked for again."""
+        self._undo.clear()

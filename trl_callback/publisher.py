@@ -9,14 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from delta_sync.errors import (
-    ChainError,
-    DeltaSyncError,
-    FormatError,
-    IntegrityError,
-    StoreError,
-    SyncTimeoutError,
-)
+from delta_sync.errors import DeltaSyncError, StoreError, SyncTimeoutError
 from trl_callback.chain import Attempt, Chain, Published
 from trl_callback.changes import ChangeSet, rebase
 from trl_callback.config import DeltaSyncConfig
@@ -256,13 +249,9 @@ class Publisher:
         return self._attempt
 
     def _want_periodic_anchor(self, version: int) -> None:
-        """One is due every so many versions, or once the deltas since the last one are so large a part of its size."""
-        config, chain = self._config, self._chain
-        every, ratio = config.anchor_every, config.anchor_chain_ratio
-        by_count = every and version - chain.anchored_or_first >= every
-        by_bytes = ratio and chain.bytes_since_anchor > ratio * self._snapshot.total_bytes
-        failed = self._anchor_failed_at
-        if (by_count or by_bytes) and (failed is None or version - failed >= (every or RETRY_ANCHOR)):
+        """One that is due, unless the last one failed just now."""
+        failed, pause = self._anchor_failed_at, self._config.anchor_every or RETRY_ANCHOR
+        if self._chain.anchor_is_due and (failed is None or version - failed >= pause):
             self.anchor_wanted = True
 
     def _anchor_now(self) -> None:
@@ -301,7 +290,7 @@ class Publisher:
         self._aside_is_next = False
         try:
             self.trim_due = self._chain.trim()
-        except (ChainError, FormatError, IntegrityError, StoreError) as error:
+        except DeltaSyncError as error:
             self.trim_due = False
             logger.warning("delta-sync: old versions are not deleted for now: %s", error)
 

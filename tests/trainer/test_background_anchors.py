@@ -171,12 +171,23 @@ def test_a_shard_that_fails_leaves_nothing_and_no_version_waits(tmp_path: Path) 
         run.publisher.want_anchor(urgent=False)
         run.store.let_through()
         settle(lambda: not run.publisher.anchor_wanted)
+        past = run.snapshot._past
+        run.train()
+        assert past.nbytes == 0  # nothing is remembered for nobody
         assert run.anchors() == [] and not [*(run.folder / "anchors").rglob("*.safetensors")]
         run.train()
         run.publisher.want_anchor(urgent=True)
         run.store.fail_on = "model-00003"  # an urgent one goes on with the shard that failed
         settle(lambda: run.anchors() == [run.chain.newest.version])
         run.check_anchor(run.chain.newest.version)
+
+
+def test_an_upload_that_does_not_return_stops_training_at_the_next_hook(tmp_path: Path) -> None:
+    with running(tmp_path / "bucket", publish_timeout=0.3) as run:
+        run.publisher.want_anchor(urgent=False)
+        settle(run.store.waiting.is_set)
+        with pytest.raises(StoreError, match="has not returned"):
+            settle(run.publisher.raise_if_failed, 10)
 
 
 def test_when_too_much_has_changed_the_next_shard_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,11 +31,12 @@ class AnchorJob:
         *, progress: bool | None,
     ) -> None:  # fmt: skip
         self.version, self.size, self.began = manifest.version, snapshot.total_bytes, time.monotonic()
-        self._writer, self._past = writer, snapshot.remember()
-        layout = shard_layout(self._past.heads)
+        self._writer = writer
+        layout = shard_layout(snapshot.heads)
         self._small = {**sidecars, **({INDEX: index_bytes(layout)} if len(layout) > 1 else {})}
         self._shards = list(layout.items())
-        self._upload = writer.begin_anchor(manifest, [*self._small, *layout], self._past.states)
+        self._upload = writer.begin_anchor(manifest, [*self._small, *layout], snapshot.states)
+        self._past = snapshot.remember()  # last: what failed to begin remembers nothing
         self._open = contextlib.ExitStack()
         self._advance_bar = self._open.enter_context(byte_bar("delta-sync anchor", self.size, shown=progress))
 

@@ -8,7 +8,6 @@ from delta_sync.anchor_files import Head, Tensor
 from delta_sync.bitmap import Bits
 from delta_sync.delta import apply, fold, raw
 from delta_sync.digest import digest, tensor_key
-from delta_sync.dtypes import dtype
 from delta_sync.errors import IntegrityError
 from delta_sync.manifest import TensorState
 from delta_sync.tensor_delta import TensorDelta
@@ -21,13 +20,8 @@ class Past:
     """
 
     def __init__(self, bits: Mapping[str, Bits], states: Mapping[str, TensorState]) -> None:
-        self._bits, self.states = bits, dict(states)
-        self._undo: dict[str, list[TensorDelta]] = {name: [] for name in self.states}
-
-    @property
-    def heads(self) -> list[Head]:
-        """Name, element type and shape of every tensor, by name: an order that nothing but the model decides."""
-        return [(name, dtype(self.states[name].dtype), self.states[name].shape) for name in sorted(self.states)]
+        self._bits, self._states = bits, dict(states)
+        self._undo: dict[str, list[TensorDelta]] = {name: [] for name in bits}
 
     @property
     def nbytes(self) -> int:
@@ -50,8 +44,8 @@ class Past:
             bits = bits.copy()
             for back in self._undo[name]:
                 apply(back, bits)
-        if (got := digest(bits, tensor_key(name))) != self.states[name].digest:
-            expected = f"digest {self.states[name].digest:016x}"
+        if (got := digest(bits, tensor_key(name))) != self._states[name].digest:
+            expected = f"digest {self._states[name].digest:016x}"
             raise IntegrityError(f"tensor {name!r} of an anchor", expected=expected, got=f"{got:016x}")
         return name, kind, shape, bits
 

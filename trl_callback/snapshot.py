@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from delta_sync.anchor_files import Tensor
+from delta_sync.anchor_files import Head, Tensor
 from delta_sync.context_file import Change
 from delta_sync.delta import apply, diff, new_bits
 from delta_sync.digest import digest, digest_change, model_fingerprint, state_digest, tensor_key
@@ -86,6 +86,11 @@ class Snapshot:
         for name, delta in deltas.items():
             apply(delta, self._held[name].bits)
         self.states.update(states)
+
+    @property
+    def heads(self) -> list[Head]:
+        """Name, element type and shape of every tensor, by name: an order that nothing but the model decides."""
+        return [(name, held.dtype, held.shape) for name, held in sorted(self._held.items())]
 
     def remember(self) -> Past:
         """The version it is at, which stays readable while ``apply`` moves on; the one remembered before is let go."""

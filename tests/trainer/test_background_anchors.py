@@ -233,7 +233,7 @@ def test_a_past_gives_old_bits_whatever_came_after() -> None:
     bits["w"][:4] = (0x7FC1, 0xFFC1, 0x8000, 0)
     first = bits["w"].copy()
     past = Past(bits, {"w": TensorState("BF16", (600,), digest(first, tensor_key("w")))})
-    (head,) = past.heads
+    head = ("w", kind, (600,))
     for number in range(6):
         at = np.flatnonzero(rng.random(500) < 0.3)  # the last hundred never change
         if number % 2:
@@ -283,7 +283,7 @@ def test_a_store_that_deletes_nothing_never_stops_training(
         if key.startswith("manifests/"):
             raise StoreError(key, expected="a deletion", got="an injected fault")
 
-    with running(tmp_path / "bucket", anchor_every=2, keep_anchors=1, keep_grace=1e-3, publish_timeout=0.5) as run:
+    with running(tmp_path / "bucket", anchor_every=2, keep_anchors=1, keep_grace=1e-3) as run:
         run.store.let_through()
         monkeypatch.setattr(run.store, "delete", fails)
         for _ in range(8):

@@ -21,12 +21,14 @@ from delta_sync.manifest import AnchorRecord, ObjectRef
 if TYPE_CHECKING:
     from delta_sync.ledger import Ledger
 
-SHARD_BYTES = 1024**3
+SHARD_BYTES = 1024**3  # below every store's and loader's 5 GB; a tensor that is larger has a file of its own
 HEADER_BYTES = 128 * 1024  # reserved in front of each shard so that one pass is enough; what is left stays blank
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 Bits = npt.NDArray[np.unsignedinteger]
+Head = tuple[str, DType, tuple[int, ...]]
 Tensor = tuple[str, DType, tuple[int, ...], Bits]
+Layout = dict[str, list[Head]]  # file name -> its tensors, in order
 
 
 def write_anchor_files(
@@ -38,87 +40,130 @@ def write_anchor_files(
     more than one tensor in memory. FormatError if bits do not fit their shape or a name comes twice.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shards: list[_Shard] = []
-    seen: set[str] = set()
+    rooms = _Rooms(shard_bytes, header_bytes)
+    paths: list[Path] = []
+    shard: _Shard | None = None
     try:
         for tensor in tensors:
-            _check(tensor, seen)
-            if not shards or not shards[-1].fits(tensor, shard_bytes):
-                if shards:
-                    shards[-1].close()
-                shards.append(_Shard(folder / f"shard-{len(shards) + 1}.part", header_bytes))
-            shards[-1].add(tensor)
+            if rooms.place(tensor[:3]) or shard is None:
+                if shard:
+                    shard.close()
+                paths.append(folder / f"shard-{len(paths) + 1}.part")
+                shard = _Shard(paths[-1], header_bytes)
+            shard.add(tensor)
     finally:
-        if shards:
-            shards[-1].close()
-    if not shards:
-        raise FormatError("anchor", expected="at least one tensor", got="none")
-    return _named(folder, shards)
+        if shard:
+            shard.close()
+    layout = rooms.layout()
+    files = {name: path.replace(folder / name) for path, name in zip(paths, layout, strict=True)}
+    if len(layout) > 1:
+        files[INDEX] = folder / INDEX
+        files[INDEX].write_bytes(index_bytes(layout))
+    return files
+
+
+def shard_layout(heads: Iterable[Head], *, shard_bytes: int = SHARD_BYTES) -> Layout:
+    """Which file of a checkpoint holds which tensors, in order; the same for the same names, dtypes and shapes.
+
+    FormatError if a name comes twice or there is no tensor.
+    """
+    rooms = _Rooms(shard_bytes, HEADER_BYTES)
+    for head in heads:
+        rooms.place(head)
+    return rooms.layout()
+
+
+def write_shard(path: Path, tensors: Iterable[Tensor]) -> None:
+    """Write one file of a layout; FormatError if bits do not fit their shape."""
+    shard = _Shard(path, HEADER_BYTES)
+    try:
+        for tensor in tensors:
+            shard.add(tensor)
+    finally:
+        shard.close()
+
+
+def index_bytes(layout: Layout) -> bytes:
+    """The index that a checkpoint of several shards needs, ``model.safetensors.index.json``."""
+    total = sum(_nbytes(head) for heads in layout.values() for head in heads)
+    weight_map = {name: file for file, heads in layout.items() for name, *_ in heads}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+class _Rooms:
+    """Deals tensors out to shards in the order given: a shard is full by size, header space, or alignment."""
+
+    def __init__(self, shard_bytes: int, header_bytes: int) -> None:
+        self._shard_bytes, self._header_bytes = shard_bytes, header_bytes
+        self._shards: list[list[Head]] = []
+        self._seen: set[str] = set()
+        self._size = self._header = 0
+
+    def place(self, head: Head) -> bool:
+        """Give the tensor its place; whether that begins another shard."""
+        name, kind, shape = head
+        if name in self._seen or name == "__metadata__":
+            raise FormatError(f"tensor {name!r} of an anchor", expected="each name once", got="it again")
+        self._seen.add(name)
+        size, entry = _nbytes(head), _entry_bytes(name, shape)
+        room = self._header_bytes - self._header >= entry and self._size % kind.itemsize == 0
+        fits = bool(self._shards) and room and (self._size == 0 or self._size + size <= self._shard_bytes)
+        if not fits:
+            self._shards.append([])
+            self._size, self._header = 0, 64
+        self._shards[-1].append(head)
+        self._size += size
+        self._header += entry
+        return not fits
+
+    def layout(self) -> Layout:
+        """File names, known only now that the number of shards is, and their tensors."""
+        count = len(self._shards)
+        if not count:
+            raise FormatError("anchor", expected="at least one tensor", got="none")
+        if count == 1:
+            return {SINGLE: self._shards[0]}
+        return {f"model-{k:05d}-of-{count:05d}.safetensors": heads for k, heads in enumerate(self._shards, 1)}
 
 
 class _Shard:
     """One safetensors file being written: blank header space first, then data, then the header."""
 
     def __init__(self, path: Path, header_bytes: int) -> None:
-        self.path, self.header_bytes = path, header_bytes
-        self.entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        self.size = 0
-        self._header = 64
+        self._header_bytes = header_bytes
+        self._entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        self._size = 0
         self._file = path.open("wb")
         self._file.write(b" " * (8 + header_bytes))
 
-    def fits(self, tensor: Tensor, shard_bytes: int) -> bool:
-        """Whether the tensor may follow: size, header space, and its alignment, which loaders need."""
-        name, kind, shape, bits = tensor
-        room = self.header_bytes - self._header >= _entry_bytes(name, shape)
-        return room and self.size % kind.itemsize == 0 and (self.size == 0 or self.size + bits.nbytes <= shard_bytes)
-
     def add(self, tensor: Tensor) -> None:
         name, kind, shape, bits = tensor
+        if bits.dtype != kind.carrier or bits.shape != (math.prod(shape),):
+            expected = f"{kind.carrier} [{math.prod(shape)}]"
+            raise FormatError(f"bits of {name}", expected=expected, got=f"{bits.dtype} {list(bits.shape)}")
         self._file.write(np.ascontiguousarray(bits).data)
-        end = self.size + bits.nbytes
-        self.entries[name] = {"dtype": kind.name, "shape": list(shape), "data_offsets": [self.size, end]}
-        self.size = end
-        self._header += _entry_bytes(name, shape)
+        end = self._size + bits.nbytes
+        self._entries[name] = {"dtype": kind.name, "shape": list(shape), "data_offsets": [self._size, end]}
+        self._size = end
 
     def close(self) -> None:
         if self._file.closed:
             return
         with self._file:
-            text = json.dumps(self.entries, separators=(",", ":")).encode()
+            text = json.dumps(self._entries, separators=(",", ":")).encode()
             self._file.seek(0)
-            self._file.write(struct.pack("<Q", self.header_bytes) + text)
+            self._file.write(struct.pack("<Q", self._header_bytes) + text)
+
+
+def _nbytes(head: Head) -> int:
+    _, kind, shape = head
+    return math.prod(shape) * kind.itemsize
 
 
 def _entry_bytes(name: str, shape: tuple[int, ...]) -> int:
     """An upper bound on what a tensor takes in the header."""
     return len(json.dumps(name)) + 21 * len(shape) + 120
-
-
-def _check(tensor: Tensor, seen: set[str]) -> None:
-    name, kind, shape, bits = tensor
-    if name in seen or name == "__metadata__":
-        raise FormatError(f"tensor {name!r} of an anchor", expected="each name once", got="it again")
-    seen.add(name)
-    if bits.dtype != kind.carrier or bits.shape != (math.prod(shape),):
-        expected = f"{kind.carrier} [{math.prod(shape)}]"
-        raise FormatError(f"bits of {name}", expected=expected, got=f"{bits.dtype} {list(bits.shape)}")
-
-
-def _named(folder: Path, shards: list[_Shard]) -> dict[str, Path]:
-    """Give the shards their final names, now that their number is known, and write the index if there are several."""
-    count = len(shards)
-    weight_map: dict[str, str] = {}
-    files: dict[str, Path] = {}
-    for number, shard in enumerate(shards, 1):
-        name = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-        files[name] = shard.path.replace(folder / name)
-        weight_map |= dict.fromkeys(shard.entries.keys() - {"__metadata__"}, name)
-    if count > 1:
-        index = {"metadata": {"total_size": sum(shard.size for shard in shards)}, "weight_map": weight_map}
-        files[INDEX] = folder / INDEX
-        files[INDEX].write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    return files
 
 
 def iter_anchor_tensors(

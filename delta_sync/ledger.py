@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from delta_sync.ack import ACK_BYTES, Ack
 from delta_sync.errors import ChainError, FormatError, IntegrityError, NotFoundError
 from delta_sync.limits import DEFAULT_LIMITS, Limits
-from delta_sync.manifest import AnchorRecord, Manifest, ObjectRef
+from delta_sync.manifest import AnchorRecord, FoldRecord, Manifest, ObjectRef
 from delta_sync.manifest_reader import ManifestReader, expect
 from delta_sync.newest import newest_listed, walk_forward
 from delta_sync.plan import Plan, Position
@@ -35,14 +35,17 @@ from delta_sync.store.base import Store
 from delta_sync.store.keys import (
     ANCHORS,
     EPOCHS,
+    FOLDS,
     HEAD,
     MANIFESTS,
     REPLICAS,
     anchor_key,
     epoch_key,
+    fold_key,
     manifest_prefix,
     parse_anchor_key,
     parse_epoch_key,
+    parse_fold_key,
 )
 
 log = logging.getLogger(__name__)
@@ -54,6 +57,15 @@ class AnchorRef:
 
     version: int
     epoch: int
+
+
+@dataclass(frozen=True, order=True)
+class FoldRef:
+    """A fold's place: the version and epoch that it leads to, and the version it begins at."""
+
+    version: int
+    epoch: int
+    base_version: int
 
 
 class Ledger:
@@ -135,19 +147,22 @@ class Ledger:
         live_state: str | None,
         *,
         prefer_anchor: bool = False,
+        use_folds: bool = True,
         target: Manifest | None = None,
     ) -> Plan | None:
         """How a replica gets to the newest version; None if it is there, or if there is no version yet.
 
         ``position``: what it serves, None if unknown; ``live_state``: state digest of the bits in its memory, None if
-        unknown; ``prefer_anchor``: trust neither; ``target``: this version rather than the newest, wherever it is.
-        Costs one read for each version on the way.
+        unknown; ``prefer_anchor``: trust neither; ``use_folds``: take a fold of several deltas where it is smaller;
+        ``target``: this version rather than the newest, wherever it is.
+        Costs one read for each version on the way, and a listing where there are several.
         ChainError if no start exists; FormatError or IntegrityError if only damage stands in the way.
         """
         head = target or self.head()
         if head is None or not (prefer_anchor or target or self.is_ahead(head, position)):
             return None
-        return build_plan(self, head, None if prefer_anchor else position, None if prefer_anchor else live_state)
+        known = (None, None) if prefer_anchor else (position, live_state)
+        return build_plan(self, head, *known, use_folds=use_folds)
 
     # --- versions
 
@@ -211,6 +226,25 @@ class Ledger:
         for what in ("version", "epoch", "state_digest"):
             expect(f"{key}: {what}", getattr(manifest, what), getattr(record, what))
         expect(f"{key}: manifest", manifest.sha256, record.manifest)
+        return record
+
+    def folds(self) -> list[FoldRef]:
+        """Every complete fold, oldest version first; costs one listing."""
+        found = (parse_fold_key(info.key) for info in self.store.list(FOLDS))
+        return sorted(FoldRef(*place) for place in found if place)
+
+    def fold(self, manifest: Manifest, base_version: int) -> FoldRecord | None:
+        """The fold that leads to a version from an older one, or None; FormatError, or IntegrityError if it lies."""
+        key = fold_key(manifest.version, manifest.epoch, base_version)
+        try:
+            data = self.store.get(key, max_bytes=self.limits.manifest_bytes)
+        except NotFoundError:
+            return None
+        record = FoldRecord.from_bytes(data, limits=self.limits)
+        for what in ("run", "version", "epoch", "state_digest"):
+            expect(f"{key}: {what}", getattr(manifest, what), getattr(record, what))
+        expect(f"{key}: manifest", manifest.sha256, record.manifest)
+        expect(f"{key}: base_version", base_version, record.base_version)
         return record
 
     def read_object(self, ref: ObjectRef) -> bytes:

@@ -13,7 +13,7 @@ from typing import Literal, cast
 from delta_sync.dtypes import DTYPES
 from delta_sync.errors import FormatError
 from delta_sync.limits import DEFAULT_LIMITS, Limits
-from delta_sync.store.keys import MAX_EPOCH, MAX_VERSION, anchor_folder, check_key, manifest_key
+from delta_sync.store.keys import MAX_EPOCH, MAX_VERSION, anchor_folder, check_key, fold_folder, manifest_key
 from delta_sync.strict_json import FORMAT_VERSION, HEX16, Fields, clip, dumps, loads
 
 Kind = Literal["origin", "delta"]
@@ -151,6 +151,61 @@ class AnchorRecord:
             created_at=fields.number("created_at"),
         )
         folder = anchor_folder(record.version, record.epoch)
+        for ref in record.objects:
+            if not ref.key.startswith(folder):
+                fields.fail("objects", f"keys inside {folder}", ref.key)
+        return record
+
+
+@dataclass(frozen=True)
+class FoldRecord:
+    """The deltas from one version to a later one as one: ``folds/{version:012d}-{epoch:06d}/{base:012d}.json``.
+
+    ``objects`` turn the bits of ``base_version``, whose manifest has sha256 ``base_manifest``, into those of
+    ``version``, whose manifest has sha256 ``manifest``; ``tensors`` is the state after it of those they touch.
+    Keys that the format does not define are ignored.
+    """
+
+    run: str
+    version: int
+    epoch: int
+    manifest: str
+    base_version: int
+    base_manifest: str
+    state_digest: str
+    objects: tuple[ObjectRef, ...]
+    tensors: Mapping[str, TensorState]
+    codec: str
+    created_at: float
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON; FormatError if the values are not a valid record."""
+        known = asdict(self) | {"format_version": FORMAT_VERSION, "tensors": tensors_to_json(self.tensors)}
+        data = dumps(known)
+        FoldRecord.from_bytes(data)
+        return data
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, limits: Limits = DEFAULT_LIMITS) -> FoldRecord:
+        """Parse and validate; FormatError names the field, what was expected and what was got."""
+        fields = Fields(loads(data, "fold record", max_bytes=limits.manifest_bytes), "fold record")
+        fields.check_version()
+        record = cls(
+            run=fields.name("run"),
+            version=fields.integer("version", 1, MAX_VERSION),
+            epoch=fields.integer("epoch", 1, MAX_EPOCH),
+            manifest=fields.sha256("manifest"),
+            base_version=fields.integer("base_version", 1, MAX_VERSION),
+            base_manifest=fields.sha256("base_manifest"),
+            state_digest=fields.sha256("state_digest"),
+            objects=_objects(fields, limits),
+            tensors=_tensors(fields, limits),
+            codec=fields.name("codec"),
+            created_at=fields.number("created_at"),
+        )
+        if record.base_version >= record.version:
+            fields.fail("base_version", f"a version before {record.version}", record.base_version)
+        folder = fold_folder(record.version, record.epoch)
         for ref in record.objects:
             if not ref.key.startswith(folder):
                 fields.fail("objects", f"keys inside {folder}", ref.key)

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from delta_sync.manifest import AnchorRecord, Manifest, TensorState
+from delta_sync.manifest import AnchorRecord, FoldRecord, Manifest, TensorState
 
 Start = Literal["position", "live", "anchor", "back"]
+Step = Manifest | FoldRecord  # both have run, version, base_version, objects, tensors, codec and state_digest
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Plan:
-    """Begin at ``start``, apply the objects of ``deltas`` in order, and be at ``target``.
+    """Begin at ``start``, apply the objects of ``deltas``, some of them folds of several, in order: be at ``target``.
 
     ``start``: "position" (the bits the replica serves as of its position), "live" (those bits are some version's,
     proven by their state digest), "anchor" (complete weights of ``anchor``, taken first) or "back" (the bits at the end
@@ -32,7 +33,7 @@ class Plan:
     target: Manifest
     start: Start
     anchor: AnchorRecord | None
-    deltas: tuple[Manifest, ...]
+    deltas: tuple[Step, ...]
     tensors: Mapping[str, TensorState]
 
     @property

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from delta_sync.digest import state_digest
 from delta_sync.errors import ChainError, DeltaSyncError, FormatError, IntegrityError, NotFoundError
 from delta_sync.manifest import AnchorRecord, Manifest, TensorState
 from delta_sync.plan import Plan, Position, Start
+from delta_sync.route import Folds, route
 
 if TYPE_CHECKING:
     from delta_sync.ledger import Ledger
@@ -16,62 +18,77 @@ if TYPE_CHECKING:
 _DAMAGE = (ChainError, FormatError, IntegrityError, NotFoundError)
 
 
-def build_plan(ledger: Ledger, head: Manifest, position: Position | None, live_state: str | None) -> Plan:
-    """From ``position`` if it is on the chain, else from the newest version that has the live bits or an anchor."""
-    damage: list[DeltaSyncError] = []
-    plan = None
-    if position is not None:
-        plan = _from_position(ledger, head, position, damage)
-    plan = plan or _from_bits(ledger, head, live_state, damage)
+def build_plan(
+    ledger: Ledger, head: Manifest, position: Position | None, live_state: str | None, *, use_folds: bool = True
+) -> Plan:
+    """From ``position`` if deltas or a fold lead on from it, else from the newest version with those bits or an anchor.
+
+    What a reader fetches is the least in bytes that leads there from that start.
+    """
+    search = _Search(ledger, head, Folds(ledger, use=use_folds), [])
+    plan = search.from_position(position) if position is not None else None
+    plan = plan or search.from_bits(live_state)
     if plan is None:
-        raise _no_start(head, damage)
+        raise _no_start(head, search.damage)
     return plan
 
 
-def _from_position(ledger: Ledger, head: Manifest, position: Position, damage: list[DeltaSyncError]) -> Plan | None:
-    path: list[Manifest] = []
-    for manifest in _downwards(ledger, head, damage):
-        if manifest.sha256 == position.manifest:
-            return _plan(head, "position", None, path)
-        if manifest.version <= position.version:
-            return None
-        path.append(manifest)
-    return None
+@dataclass(frozen=True)
+class _Search:
+    ledger: Ledger
+    head: Manifest
+    folds: Folds
+    damage: list[DeltaSyncError]  # what stood in the way
 
+    def from_position(self, position: Position) -> Plan | None:
+        walked: list[Manifest] = []
+        for manifest in downwards(self.ledger, self.head, self.damage):
+            walked.append(manifest)
+            if manifest.sha256 == position.manifest:
+                break
+            if manifest.version <= position.version:
+                return None
+        return self._plan("position", position.manifest, None, walked)
 
-def _from_bits(ledger: Ledger, head: Manifest, live_state: str | None, damage: list[DeltaSyncError]) -> Plan | None:
-    anchored = {(ref.version, ref.epoch) for ref in ledger.anchors()}
-    path: list[Manifest] = []
-    for manifest in _downwards(ledger, head, damage):
-        if manifest.state_digest == live_state:
-            return _plan(head, "live", None, path)
-        if (manifest.version, manifest.epoch) in anchored:
-            plan = _from_anchor(ledger, head, manifest, path, damage)
-            if plan is not None:
-                return plan
-        path.append(manifest)
-    return None
-
-
-def _from_anchor(
-    ledger: Ledger, head: Manifest, manifest: Manifest, path: list[Manifest], damage: list[DeltaSyncError]
-) -> Plan | None:
-    """The plan from one version's anchor; None, with the reason noted, if the anchor is damaged."""
-    try:
-        anchor = ledger.anchor(manifest)
-        if anchor is None:
-            return None
-        plan = _plan(head, "anchor", anchor, path)
-        if (got := state_digest(plan.tensors)) != head.state_digest:
-            what = f"state after anchor {anchor.version} and its deltas"
-            raise IntegrityError(what, expected=head.state_digest, got=got, remedy="attach a new anchor")
-    except _DAMAGE as error:
-        damage.append(error)
+    def from_bits(self, live_state: str | None) -> Plan | None:
+        anchored = {(ref.version, ref.epoch) for ref in self.ledger.anchors()}
+        walked: list[Manifest] = []
+        for manifest in downwards(self.ledger, self.head, self.damage):
+            walked.append(manifest)
+            if manifest.state_digest == live_state:
+                return self._plan("live", manifest.sha256, None, walked)
+            if (manifest.version, manifest.epoch) in anchored:
+                plan = self._from_anchor(manifest, walked)
+                if plan is not None:
+                    return plan
         return None
-    return plan
+
+    def _from_anchor(self, manifest: Manifest, walked: list[Manifest]) -> Plan | None:
+        """The plan from one version's anchor; None, with the reason noted, if the anchor is damaged."""
+        try:
+            anchor = self.ledger.anchor(manifest)
+            plan = self._plan("anchor", manifest.sha256, anchor, walked) if anchor else None
+            if plan is not None and (got := state_digest(plan.tensors)) != self.head.state_digest:
+                what = f"state after anchor {manifest.version} and its deltas"
+                raise IntegrityError(what, expected=self.head.state_digest, got=got, remedy="attach a new anchor")
+        except _DAMAGE as error:
+            self.damage.append(error)
+            return None
+        return plan
+
+    def _plan(self, start: Start, begin: str, anchor: AnchorRecord | None, walked: list[Manifest]) -> Plan | None:
+        """``walked``: from the newest version down to that of manifest ``begin``, or to where the chain ends."""
+        steps = route(self.folds, begin, walked[::-1])
+        if steps is None:
+            return None
+        deltas = tuple(step for step in steps if not (isinstance(step, Manifest) and step.kind == "origin"))
+        tensors: dict[str, TensorState] = dict(anchor.tensors) if anchor else {}
+        for step in deltas:
+            tensors.update(step.tensors)
+        return Plan(self.head, start, anchor, deltas, tensors)
 
 
-def _downwards(ledger: Ledger, head: Manifest, damage: list[DeltaSyncError]) -> Iterator[Manifest]:
+def downwards(ledger: Ledger, head: Manifest, damage: list[DeltaSyncError]) -> Iterator[Manifest]:
     """``head`` and the versions that deltas lead from to it; damage ends the walk and is noted.
 
     An origin ends it too, unless its parent has the very same bits (a trainer that resumed exactly).
@@ -98,15 +115,6 @@ def _downwards(ledger: Ledger, head: Manifest, damage: list[DeltaSyncError]) -> 
 
 def _same_bits(one: Manifest, other: Manifest) -> bool:
     return (one.state_digest, one.model_fingerprint) == (other.state_digest, other.model_fingerprint)
-
-
-def _plan(head: Manifest, start: Start, anchor: AnchorRecord | None, path: list[Manifest]) -> Plan:
-    """``path``: the versions after the start, newest first."""
-    deltas = tuple(manifest for manifest in reversed(path) if manifest.kind == "delta")
-    tensors: dict[str, TensorState] = dict(anchor.tensors) if anchor else {}
-    for manifest in deltas:
-        tensors.update(manifest.tensors)
-    return Plan(head, start, anchor, deltas, tensors)
 
 
 def _no_start(head: Manifest, damage: list[DeltaSyncError]) -> DeltaSyncError:

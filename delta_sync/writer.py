@@ -15,11 +15,10 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from delta_sync.anchor_writer import attach_anchor
+from delta_sync.anchor_writer import AnchorUpload, Content, attach_anchor
 from delta_sync.digest import model_fingerprint, state_digest
 from delta_sync.errors import ChainError, ConflictError, FormatError, IntegrityError, NotFoundError, StoreError
 from delta_sync.ledger import Ledger
@@ -142,7 +141,7 @@ class Writer:
         return manifest
 
     def attach_anchor(
-        self, manifest: Manifest, files: Mapping[str, Path | bytes], tensors: Mapping[str, TensorState]
+        self, manifest: Manifest, files: Mapping[str, Content], tensors: Mapping[str, TensorState]
     ) -> AnchorRecord:
         """Store a checkpoint folder's ``files`` (name -> path or bytes) as the complete weights of a version.
 
@@ -152,6 +151,20 @@ class Writer:
         self._check_fence()
         record = attach_anchor(self._store, manifest, files, tensors)
         self._restore(manifest)
+        return record
+
+    def begin_anchor(
+        self, manifest: Manifest, names: Collection[str], tensors: Mapping[str, TensorState]
+    ) -> AnchorUpload:
+        """The same file by file, with commits in between: ``put`` each of ``names``, then ``finish_anchor``."""
+        self._check_fence()
+        return AnchorUpload(self._store, manifest, names, tensors)
+
+    def finish_anchor(self, upload: AnchorUpload) -> AnchorRecord:
+        """Make a complete upload visible; raises what ``attach_anchor`` raises."""
+        self._check_fence()
+        record = upload.finish()
+        self._restore(upload.manifest)
         return record
 
     def republish(self, manifest: Manifest, objects: Sequence[bytes]) -> None:

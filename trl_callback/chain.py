@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import tempfile
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from delta_sync.anchor_files import write_anchor_files
 from delta_sync.context_file import encode_against
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, encode_delta
-from delta_sync.errors import StoreError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Kind, Manifest, TensorState
+from delta_sync.retention import delete, find_trim
 from delta_sync.writer import Writer
+from trl_callback.anchor_job import AnchorJob
 from trl_callback.changes import ChangeSet
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.healing import Refusal, acknowledged_refusal
-from trl_callback.progress import byte_bar, counted
 from trl_callback.snapshot import Snapshot
 
+DELETED_AT_ONCE = 32  # objects between two versions
 KEPT_BYTES = 512 * 1024**2  # objects of recent versions held so that a damaged one can be put again
 
 
@@ -60,7 +58,11 @@ class Chain:
         self.previous = self._writer.previous
         self._published: list[Published] = []
         self._kept: OrderedDict[int, tuple[Manifest, bytes]] = OrderedDict()
+        self._bytes = self._anchored_bytes = 0  # of all deltas of this epoch, of those up to the newest anchor
+        self._job: AnchorJob | None = None
+        self._job_bytes = 0
         self._anchored: int | None = None
+        self._old: tuple[str, ...] = ()  # keys that are about to be deleted
         state = snapshot.digest_with({})
         self._manifest = self._commit("origin", (step, step), snapshot.states, state, changed=0)
 
@@ -75,7 +77,7 @@ class Chain:
         return self._published[-1]
 
     @property
-    def anchored_or_first(self) -> int:
+    def _anchored_or_first(self) -> int:
         """The newest version with complete weights in the bucket, else this epoch's first version."""
         return self._published[0].version if self._anchored is None else self._anchored
 
@@ -107,6 +109,7 @@ class Chain:
             "delta", steps, attempt.states, attempt.state_digest, data,
             changed=attempt.changes.changed, codec=attempt.codec,
         )  # fmt: skip
+        self._bytes += len(data)
         self._keep(data)
         return self.newest
 
@@ -150,35 +153,57 @@ class Chain:
         manifest, data = self._kept[version]
         self._writer.republish(manifest, [data])
 
-    def attach_anchor(self) -> int:
-        """Attach complete weights, the snapshot's, to the newest version; returns their size in bytes."""
-        with self._temporary_folder() as folder:
-            files = self._weight_files(Path(folder))
-            self._writer.attach_anchor(self._manifest, {**self._sidecars, **files}, self._snapshot.states)
-        self._anchored = self._manifest.version
-        return self._snapshot.total_bytes
+    @property
+    def anchor_is_due(self) -> bool:
+        """Whether so many versions came since the newest anchor, or their deltas are so large a part of one's size."""
+        every, ratio = self._config.anchor_every, self._config.anchor_chain_ratio
+        by_number = every > 0 and self.newest.version - self._anchored_or_first >= every
+        by_bytes = ratio > 0 and self._bytes - self._anchored_bytes > ratio * self._snapshot.total_bytes
+        return by_number or by_bytes
 
-    def _temporary_folder(self) -> tempfile.TemporaryDirectory[str]:
-        try:
-            return tempfile.TemporaryDirectory(prefix="delta-sync-anchor-")
-        except OSError as error:
-            raise self._no_room(error) from error
+    @property
+    def anchor_must_go_on(self) -> bool:
+        """Whether an anchor is on its way whose next shard has to come before the next version."""
+        return self._job is not None and self._job.must_go_on
 
-    def _no_room(self, error: OSError) -> StoreError:
-        return StoreError(
-            "temporary files of an anchor",
-            expected=f"{self._snapshot.total_bytes} bytes in TMPDIR or the system's folder for temporary files",
-            got=error.strerror,
-            remedy="free disk space there, or set TMPDIR to a folder on a larger disk",
-        )
+    def advance_anchor(self, *, newest: bool = False) -> AnchorJob | None:
+        """Begin an anchor of the newest version, or upload the next shard of the one on its way; it, once complete.
 
-    def _weight_files(self, folder: Path) -> dict[str, Path]:
-        total = self._snapshot.total_bytes
-        try:
-            with byte_bar("delta-sync anchor", total, shown=self._config.progress) as advance:
-                return write_anchor_files(folder, counted(self._snapshot, advance))
-        except OSError as error:
-            raise self._no_room(error) from error
+        ``newest``: one of an older version is given up for one of the newest.
+        """
+        if self._job is not None and newest and self._job.version != self._manifest.version:
+            self.abandon_anchor()
+        if self._job is None:
+            self._job, self._job_bytes = self._begin_anchor(), self._bytes
+        job = self._job
+        if not job.advance():
+            return None
+        self._job, self._anchored, self._anchored_bytes = None, job.version, self._job_bytes
+        return job
+
+    def _begin_anchor(self) -> AnchorJob:
+        return AnchorJob(self._writer, self._manifest, self._snapshot, self._sidecars, progress=self._config.progress)
+
+    def abandon_anchor(self) -> None:
+        """Give up the anchor on its way, if any."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.abandon()
+
+    def trim(self) -> bool:
+        """Find what ``keep_anchors`` lets go, or delete the next few objects of what was found; whether some are left.
+
+        StoreError; ChainError, FormatError or IntegrityError where damage hides what is still needed.
+        """
+        if not self._old:
+            trim = find_trim(self._ledger, self._config.keep_anchors or 1, self._config.keep_grace)
+            for version in [kept for kept in self._kept if kept < (trim.first_kept or 0)]:
+                del self._kept[version]  # a version that is gone is not to be put again
+            self._old = trim.keys
+            return bool(self._old)
+        now, self._old = self._old[:DELETED_AT_ONCE], self._old[DELETED_AT_ONCE:]
+        delete(self._ledger.store, now)
+        return bool(self._old)
 
     def acknowledged(self) -> dict[str, Refusal | None]:
         """Replica -> what it says, in the bucket, it would not take."""

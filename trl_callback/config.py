@@ -10,6 +10,7 @@ from delta_sync.context_codec import CONTEXT_CODEC
 from delta_sync.delta_file import DEFAULT_CODEC
 from delta_sync.dtypes import DTYPES
 from delta_sync.errors import DeltaSyncError
+from delta_sync.retention import DEFAULT_GRACE
 from delta_sync.store.open import check_uri, redact_uri, shown_uri
 from trl_callback.http import is_http
 
@@ -27,7 +28,10 @@ class DeltaSyncConfig:
     uri: str = field(repr=False)  # may hold a password, as may server_url
     max_staleness: int = 0  # 0: rollouts come from exactly this step's weights
     publish_every: int = 1  # optimizer steps between versions nobody is waiting for
-    anchor_every: int = 50  # versions between complete checkpoints in the bucket; 0: only where one is needed
+    anchor_every: int = 50  # versions between complete checkpoints in the bucket; 0: not by number
+    anchor_chain_ratio: float = 1.0  # an anchor too once the deltas since the last have this part of its size; 0: never
+    keep_anchors: int | None = None  # newest complete checkpoints that stay, with the versions from there on; None: all
+    keep_grace: float = DEFAULT_GRACE  # seconds that what retention lets go stays for who is reading it
     serving_dtype: str | None = None  # None: what the server serves, else the trainer's compute precision
     server_url: str | None = field(default=None, repr=False)  # None: the trainer's own vllm_server_* arguments
     api_key: str | None = field(default=None, repr=False)  # None: VLLM_API_KEY
@@ -51,6 +55,10 @@ class DeltaSyncConfig:
         for name in ("max_staleness", "anchor_every"):
             _require_integer(name, getattr(self, name), least=0)
         _require_integer("publish_every", self.publish_every, least=1)
+        if self.keep_anchors is not None:
+            _require_integer("keep_anchors", self.keep_anchors, least=1)
+        ratio = self.anchor_chain_ratio
+        _require("anchor_chain_ratio", _is_number(ratio) and 0 <= ratio < float("inf"), "a number >= 0", ratio)
         for name in TIMES:
             value = getattr(self, name)
             _require(name, _is_number(value) and 0 < value < float("inf"), "seconds, more than 0", value)
@@ -90,6 +98,7 @@ class DeltaSyncConfig:
 
 
 TIMES = (
+    "keep_grace",
     "sync_timeout",
     "publish_timeout",
     "flush_timeout",

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 FIRST_RETRY, LAST_RETRY = 0.2, 10.0  # seconds between tries at a failing store
 LOOK = 5.0  # seconds between looks at the bucket's acknowledgements while there is nothing to publish
 _SLOWEST = 1e6  # bytes a second; a store that is slower with complete weights counts as one that hangs
+RETRY_ANCHOR = 50  # versions until an anchor that failed is due again, without ``anchor_every``
 STOP = 5.0  # seconds the interpreter's exit waits for the thread
 
 Job = Callable[[], None]
@@ -51,8 +52,10 @@ class Publisher:
         self._in_flight: ChangeSet | None = None
         self._attempt: Attempt | None = None  # of what is in flight; the thread's own
         self._refusals: dict[str, Refusal] = {}
-        self.anchor_wanted = self._anchor_urgent = self._anchor_overdue = False
-        self._anchor_failed_at = 0  # the version it was tried for
+        self.anchor_wanted = self._anchor_urgent = False
+        self._aside_is_next = True  # versions and what else there is to do take turns
+        self.trim_due = False
+        self._anchor_failed_at: int | None = None  # the newest version then
         self._stopping = False
         self._failure: BaseException | None = None
         self._failing_since: float | None = None
@@ -80,7 +83,7 @@ class Publisher:
             return changes
 
     def want_anchor(self, *, urgent: bool) -> None:
-        """Have complete weights attached to the newest version: before the next delta if urgent, else when idle."""
+        """Have complete weights attached to the newest version: before the next delta if urgent, else in between."""
         with self._changed:
             self.anchor_wanted, self._anchor_urgent = True, self._anchor_urgent or urgent
             self._changed.notify_all()
@@ -157,6 +160,7 @@ class Publisher:
         try:
             while (job := self._next_job()) is not None:
                 self._try(job)
+            self._chain.abandon_anchor()
         except BaseException as error:  # noqa: BLE001 (the training thread raises it)
             with self._changed:
                 self._failure = error
@@ -176,12 +180,12 @@ class Publisher:
         if self._refusals:
             return self._heal
         if self.anchor_wanted and self._anchor_urgent:
-            return self._anchor
-        if self.anchor_wanted and self._anchor_overdue:
-            return self._anchor_unless_it_fails
-        if self._waiting or self._in_flight:
-            return self._publish
-        return self._anchor_unless_it_fails if self.anchor_wanted else None
+            return self._anchor_now
+        to_publish = self._waiting or self._in_flight
+        aside = self._next_shard if self.anchor_wanted else self._trim if self.trim_due else None
+        if aside and (self._aside_is_next or not to_publish or self._chain.anchor_must_go_on):
+            return aside
+        return self._publish if to_publish else None
 
     def _try(self, job: Job) -> None:
         """Run one job; a failing store is retried, ever more slowly, until ``publish_timeout``."""
@@ -220,6 +224,7 @@ class Publisher:
             self._snapshot.apply(attempt.changes.deltas, attempt.states)
             self._waiting = self._rebased(attempt.changes)
             self._in_flight = self._attempt = None
+            self._aside_is_next = True
             self._want_periodic_anchor(published.version)
             self._changed.notify_all()
         self._record(attempt, published, time.monotonic() - start)
@@ -244,29 +249,50 @@ class Publisher:
         return self._attempt
 
     def _want_periodic_anchor(self, version: int) -> None:
-        """One is due every so many versions; twice as many, and it goes before the next delta."""
-        every, since = self._config.anchor_every, version - self._chain.anchored_or_first
-        if every and since >= every and version - self._anchor_failed_at >= every:
-            self.anchor_wanted, self._anchor_overdue = True, since >= 2 * every
+        """One that is due, unless the last one failed just now."""
+        failed, pause = self._anchor_failed_at, self._config.anchor_every or RETRY_ANCHOR
+        if self._chain.anchor_is_due and (failed is None or version - failed >= pause):
+            self.anchor_wanted = True
 
-    def _anchor(self) -> None:
-        start = time.monotonic()
-        size = self._chain.attach_anchor()
-        self._healer.anchored(time.monotonic())
-        with self._changed:
-            self.anchor_wanted = self._anchor_urgent = self._anchor_overdue = False
-            self._changed.notify_all()
-        self._metrics.record(anchor_bytes=size, anchor_seconds=time.monotonic() - start)
+    def _anchor_now(self) -> None:
+        """A whole anchor of the newest version, which somebody waits for."""
+        while not self._advance_anchor(newest=True):
+            pass
 
-    def _anchor_unless_it_fails(self) -> None:
-        """An anchor nobody waits for: one that fails is not insisted on, but due again ``anchor_every`` later."""
+    def _next_shard(self) -> None:
+        """Of an anchor nobody waits for: one that fails is not insisted on, but due again ``anchor_every`` later."""
+        self._aside_is_next = False
         try:
-            self._anchor()
+            self._advance_anchor(newest=False)
         except StoreError as error:
             self._note_failure(error)
+            self._chain.abandon_anchor()
             with self._changed:
-                self.anchor_wanted = self._anchor_overdue = False
+                self.anchor_wanted = False
                 self._anchor_failed_at = self._chain.newest.version
+
+    def _advance_anchor(self, *, newest: bool) -> bool:
+        """Upload one shard; whether the anchor is complete."""
+        job = self._chain.advance_anchor(newest=newest)
+        if job is None:
+            return False
+        now = time.monotonic()
+        self._healer.anchored(now)
+        with self._changed:
+            self.anchor_wanted = self._anchor_urgent = False
+            self.trim_due = self._config.keep_anchors is not None
+            self._changed.notify_all()
+        self._metrics.record(anchor_bytes=job.size, anchor_seconds=now - job.began)
+        return True
+
+    def _trim(self) -> None:
+        """Delete a few of the objects that ``keep_anchors`` lets go; after a failure again with the next anchor."""
+        self._aside_is_next = False
+        try:
+            self.trim_due = self._chain.trim()
+        except DeltaSyncError as error:
+            self.trim_due = False
+            logger.warning("delta-sync: old versions are not deleted for now: %s", error)
 
     def _heal(self) -> None:
         with self._changed:
@@ -289,7 +315,7 @@ class Publisher:
         if remedy == "republish":
             self._chain.republish(refusal.version)
         else:
-            self._anchor()
+            self._anchor_now()
         self._healer.applied(refusal, remedy, now=time.monotonic())
         self._metrics.record(heals=1)
 

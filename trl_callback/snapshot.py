@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from delta_sync.anchor_files import Tensor
+from delta_sync.anchor_files import Head, Tensor
 from delta_sync.context_file import Change
 from delta_sync.delta import apply, diff, new_bits
 from delta_sync.digest import digest, digest_change, model_fingerprint, state_digest, tensor_key
@@ -16,6 +16,7 @@ from delta_sync.dtypes import DType
 from delta_sync.errors import MappingError
 from delta_sync.manifest import TensorState
 from delta_sync.tensor_delta import TensorDelta
+from trl_callback.past import Past
 from trl_callback.serving_image import ImageTensor, ServingImage
 
 
@@ -34,6 +35,7 @@ class Snapshot:
 
     def __init__(self, image: ServingImage) -> None:
         self._held: dict[str, _Held] = {}
+        self._past: Past | None = None
         self.states: dict[str, TensorState] = {}
         for tensor in image:
             if tensor.name in self._held:
@@ -79,9 +81,21 @@ class Snapshot:
 
     def apply(self, deltas: Mapping[str, TensorDelta], states: Mapping[str, TensorState]) -> None:
         """Move to the version just committed: its deltas and the states that ``advanced`` gave for them."""
+        if self._past is not None:
+            self._past.before(deltas)
         for name, delta in deltas.items():
             apply(delta, self._held[name].bits)
         self.states.update(states)
+
+    @property
+    def heads(self) -> list[Head]:
+        """Name, element type and shape of every tensor, by name: an order that nothing but the model decides."""
+        return [(name, held.dtype, held.shape) for name, held in sorted(self._held.items())]
+
+    def remember(self) -> Past:
+        """The version it is at, which stays readable while ``apply`` moves on; the one remembered before is let go."""
+        self._past = Past({name: held.bits for name, held in self._held.items()}, self.states)
+        return self._past
 
     def changes(self, deltas: Mapping[str, TensorDelta]) -> Iterator[Change]:
         """The tensors that ``deltas`` touch before and after them; the new bits are copies, 2 bytes a BF16 element."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+_STRETCH, _REST = 2.5e-4, 1e-3  # seconds
 STAGING, AUDITING = 5, 10  # niceness; higher starves behind a busy forward pass, worst while holding the GIL
 
 
@@ -52,6 +54,23 @@ class Job(Generic[T]):
             self.result = self._work(self)
         except Exception as error:  # noqa: BLE001 - kept, and reported by the poll
             self.error = error
+
+
+class Pace:
+    """Call it in loops of a background thread that are Python's: it sleeps now and then.
+
+    The engine's thread lets go of the interpreter at every kernel it launches, and would get it back only after a
+    whole switch interval (5 ms) while such a loop runs.
+    """
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __call__(self) -> None:
+        """Sleep a millisecond if a quarter of one has gone by since the last sleep."""
+        if time.perf_counter() - self._since > _STRETCH:
+            time.sleep(_REST)
+            self._since = time.perf_counter()
 
 
 def _lower_priority(niceness: int) -> None:

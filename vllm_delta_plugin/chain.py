@@ -18,20 +18,20 @@ from vllm_delta_plugin.staged import StageTooLargeError
 
 if TYPE_CHECKING:
     from delta_sync.ledger import Ledger
-    from delta_sync.manifest import Manifest
+    from delta_sync.plan import Step
 
 Folded = dict[str, list[TensorDelta]]
 
 
 def fold_chain(
     ledger: Ledger,
-    manifests: Sequence[Manifest],
+    steps: Sequence[Step],
     check: Callable[[TensorDelta], None],
     limit: int,
     reading: Callable[[str | None], None],
     start: Callable[[str], npt.NDArray[Any]],
 ) -> Folded:
-    """Read, verify, decode and fold every object of ``manifests`` in order.
+    """Read, verify, decode and fold every object of ``steps`` in order.
 
     ``check`` judges each tensor's delta; ``reading`` is told which object is being worked on; ``start`` gives a copy of
     a tensor's bits before the chain, for objects that decode only against them. Holds one decoded object, the folded
@@ -39,21 +39,22 @@ def fold_chain(
     ``limit`` bytes.
     """
     folded: Folded = {}
-    for manifest in manifests:
+    for step in steps:
         base = BaseBits(start, dict(folded), check)  # a version's objects all change the bits of the version before
-        for ref in manifest.objects:
+        for ref in step.objects:
             reading(ref.key)
             header, deltas = decode_against(ledger.read_object(ref), base)
             named = (header.run, header.version, header.base_version)
-            if named != (manifest.run, manifest.version, manifest.base_version):
+            if named != (step.run, step.version, step.base_version):
                 raise FormatError(
                     f"object {ref.key}",
-                    expected=f"run {manifest.run}, version {manifest.version} on {manifest.base_version}",
+                    expected=f"run {step.run}, version {step.version} on {step.base_version}",
                     got=f"run {header.run}, version {header.version} on {header.base_version}",
                 )
             for delta in deltas:
                 check(delta)
-                folded[delta.name] = fold([*folded.get(delta.name, ()), delta])
+                before = folded.get(delta.name)
+                folded[delta.name] = fold([*before, delta]) if before else [delta]
             _check_size(folded, limit)
     reading(None)
     return folded

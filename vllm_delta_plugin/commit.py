@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from delta_sync.jit import compiled
-from vllm_delta_plugin.live_storage import LiveStorage
-from vllm_delta_plugin.staged import Update
+from vllm_delta_plugin.coverage import WeightMap
+from vllm_delta_plugin.live_storage import HAS_TRITON, LiveStorage
+from vllm_delta_plugin.staged import StageBuilder, Update
 
 _HOST_SHARE = 4  # staging may use this fraction of what memory is free
 
@@ -28,7 +29,10 @@ class Device(Protocol):
     def reading(self) -> Any:
         """Context in which a background thread may read live weights."""
 
-    def prepare(self, updates: Sequence[Update]) -> Swap:
+    def builder(self, weights: WeightMap, limit: int) -> StageBuilder:
+        """What collects a version's changes; ``limit`` is in bytes of staged data."""
+
+    def prepare(self, builder: StageBuilder) -> Swap:
         """Bring staged bits next to the live ones; called from the background thread."""
 
     def staging_limit(self) -> int:
@@ -72,9 +76,13 @@ class Host:
         """See Device."""
         return nullcontext()
 
-    def prepare(self, updates: Sequence[Update]) -> Swap:
+    def builder(self, weights: WeightMap, limit: int) -> StageBuilder:
         """See Device."""
-        return HostSwap(updates)
+        return StageBuilder(weights, limit)
+
+    def prepare(self, builder: StageBuilder) -> Swap:
+        """See Device."""
+        return HostSwap(builder.updates())
 
     def staging_limit(self) -> int:
         """See Device."""
@@ -98,12 +106,20 @@ class Cuda:
             self._side.wait_event(self.committed)
             yield
 
-    def prepare(self, updates: Sequence[Update]) -> Swap:
+    def builder(self, weights: WeightMap, limit: int) -> StageBuilder:
+        """See Device."""
+        if not HAS_TRITON:
+            return StageBuilder(weights, limit)
+        from vllm_delta_plugin.gpu_stage import GpuStageBuilder
+
+        return GpuStageBuilder(weights, limit)
+
+    def prepare(self, builder: StageBuilder) -> Swap:
         """See Device."""
         from vllm_delta_plugin.gpu_swap import GpuSwap
 
         with self.reading():
-            return GpuSwap(updates, self._device, self.committed)
+            return GpuSwap(builder, self._device, self.committed)
 
     def staging_limit(self) -> int:
         """See Device."""

@@ -26,6 +26,8 @@ from vllm_delta_plugin.status import Status, as_mapping
 from vllm_delta_plugin.taker import Taker
 from vllm_delta_plugin.waiters import Waiters
 
+_GONE = "NotFoundError"  # a rank's error: an object of the plan was deleted, by retention or by accident
+_RE_ANCHORS = 2  # tries in turn to get past deleted objects before one is refused as lost
 _NO_WAY = (ChainError, FormatError, IntegrityError)  # what a plan fails with until somebody repairs the run
 _TURN = 1.0  # seconds one look at the store may take before other duties get their turn
 _ANCHOR_COMES = 1.0  # seconds in which the anchor of a new epoch's origin may follow it
@@ -49,6 +51,7 @@ class Coordinator:
         self._scans: list[Future[dict[str, Any]]] = []
         self._newest: Manifest | None = None
         self._tried_anchor = False
+        self._gone = 0  # plans in turn whose objects were deleted
         self._orphan = "", 0.0  # an origin that nothing leads to, and since when
         self._asking_since: float | None = None
         self._thread = threading.Thread(target=self.run, name="delta-sync", daemon=True)
@@ -204,7 +207,11 @@ class Coordinator:
         anchor = self._should_take_anchor(position)
         try:
             plan = self._ledger.plan(
-                position, self._live.state_digest, prefer_anchor=anchor, target=self._control.target
+                position,
+                self._live.state_digest,
+                prefer_anchor=anchor,
+                use_folds=self.status.refusal is None,
+                target=self._control.target,
             )
         except _NO_WAY as error:
             self._tried_anchor = anchor
@@ -229,10 +236,13 @@ class Coordinator:
 
     def _should_take_anchor(self, position: Position | None) -> bool:
         """After a refusal, an anchor past the live version is tried in turn with the chain."""
-        if self._live.lost:
+        if self._live.lost or 0 < self._gone <= _RE_ANCHORS:
             return True
         if self.status.refusal is None or self._tried_anchor:
             return False
+        return self._anchor_past(position)
+
+    def _anchor_past(self, position: Position | None) -> bool:
         reached = -1 if position is None else position.version
         return any(anchor.version > reached for anchor in self._ledger.anchors())
 
@@ -246,15 +256,23 @@ class Coordinator:
         except RankError as error:
             if is_transient(error):
                 raise
-            self._refuse(plan, error)
+            if error.kind == _GONE and not self._live.lost and self._passed_by():
+                self._report.passed_by(plan, error)
+            else:
+                self._refuse(plan, error)
         except (IntegrityError, MappingError) as error:
             self._refuse(plan, error)
         else:
             self._arrived()
 
+    def _passed_by(self) -> bool:
+        """Whether an anchor leads past an object that was deleted: then nothing is refused, and the anchor is next."""
+        self._gone += 1
+        return self._gone <= _RE_ANCHORS and self._anchor_past(self._live.position)
+
     def _arrived(self) -> None:
         self._hold.clear()
-        self._tried_anchor = False
+        self._tried_anchor, self._gone = False, 0
         self._serve_waiters()
 
     def _refuse(self, plan: Plan, error: DeltaSyncError) -> None:

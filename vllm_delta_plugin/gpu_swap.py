@@ -8,36 +8,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_delta_plugin.staged import Update
+from vllm_delta_plugin.live_storage import HAS_TRITON
+from vllm_delta_plugin.staged import StageBuilder, Update
 from vllm_delta_plugin.transfer import to_device
 
-_BLOCK = 1024
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # the torch fallback below is used
-    triton = None
-
-if triton is not None:
-
-    @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
-    def _exchange(addresses, staged, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        mask = at < count
-        live = tl.load(addresses + at, mask=mask, other=0).to(staged.dtype)
-        new = tl.load(staged + at, mask=mask)
-        old = tl.load(live, mask=mask)
-        tl.store(live, new, mask=mask)
-        tl.store(staged + at, old, mask=mask)
+if HAS_TRITON:
+    from vllm_delta_plugin.gpu_kernels import BLOCK, exchange
+    from vllm_delta_plugin.gpu_stage import GpuStageBuilder, OnDevice
 
 
 class GpuSwap:
     """Staged bits in GPU memory, grouped by element width; built on a side stream, swapped on the current one."""
 
-    def __init__(self, updates: Sequence[Update], device: torch.device, committed: Any) -> None:
+    def __init__(self, builder: StageBuilder, device: torch.device, committed: Any) -> None:
         self._committed = committed
-        self._groups = [_group(same, device) for same in _by_width(updates)]
+        self._groups = _groups(builder, device)
         self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._ready.record(torch.cuda.current_stream(device))
 
@@ -52,17 +37,15 @@ class GpuSwap:
 
 
 class _TritonGroup:
-    def __init__(self, updates: Sequence[Update], device: torch.device) -> None:
-        width = updates[0].storage.dtype.itemsize
-        addresses = np.concatenate([u.storage.bits.data_ptr() + u.index * width for u in updates])
-        self.addresses = to_device(addresses, device)
-        self.staged = to_device(_signed(np.concatenate([u.bits for u in updates])), device)
+    def __init__(self, ready: OnDevice) -> None:
+        self._ready = ready
 
     def exchange(self, stream: Any) -> None:
-        self.addresses.record_stream(stream)
-        self.staged.record_stream(stream)
-        count = self.staged.numel()
-        _exchange[(triton.cdiv(count, _BLOCK),)](self.addresses, self.staged, count, BLOCK=_BLOCK)
+        addresses, staged = self._ready.addresses, self._ready.staged
+        addresses.record_stream(stream)
+        staged.record_stream(stream)
+        count = staged.numel()
+        exchange[(-(-count // BLOCK),)](addresses, staged, count, BLOCK=BLOCK)
 
 
 class _TorchGroup:
@@ -78,8 +61,19 @@ class _TorchGroup:
             staged.copy_(old)
 
 
-def _group(updates: Sequence[Update], device: torch.device) -> _TritonGroup | _TorchGroup:
-    return (_TorchGroup if triton is None else _TritonGroup)(updates, device)
+def _groups(builder: StageBuilder, device: torch.device) -> list[Any]:
+    updates = builder.updates()
+    if not HAS_TRITON:
+        return [_TorchGroup(updates, device)]
+    ready = list(builder.on_device) if isinstance(builder, GpuStageBuilder) else []
+    return [_TritonGroup(group) for group in [*ready, *(_uploaded(same, device) for same in _by_width(updates))]]
+
+
+def _uploaded(updates: Sequence[Update], device: torch.device) -> OnDevice:
+    width = updates[0].storage.dtype.itemsize
+    addresses = np.concatenate([u.storage.bits.data_ptr() + u.index * width for u in updates])
+    staged = _signed(np.concatenate([u.bits for u in updates]))
+    return OnDevice(to_device(addresses, device), to_device(staged, device))
 
 
 def _by_width(updates: Sequence[Update]) -> list[list[Update]]:

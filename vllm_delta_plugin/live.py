@@ -181,10 +181,11 @@ class Live:
 
 
 def _cache_that_remains(plan: Plan) -> PromptCache:
-    """The strictest policy of the versions on the way; no cache outlives an anchor or a way back."""
-    if plan.start in ("anchor", "back"):
+    """The strictest policy of the versions on the way; no cache outlives an anchor, a fold or a way back."""
+    manifests = [step for step in plan.deltas if isinstance(step, Manifest)]
+    if plan.start in ("anchor", "back") or len(manifests) < len(plan.deltas):
         return "none"
-    policies = {manifest.prompt_cache for manifest in plan.deltas}
+    policies = {manifest.prompt_cache for manifest in manifests}
     return next((policy for policy in _STRICTEST_FIRST if policy in policies), "none")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from vllm_delta_plugin.transfer import to_device, to_host
 
 Array = npt.NDArray[Any]
 
+HAS_TRITON = find_spec("triton") is not None
 _DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def element_type(dtype: torch.dtype) -> DType | None:
@@ -66,7 +68,7 @@ def live_storage(owner: str, tensor: torch.Tensor) -> LiveStorage:
             got=f"{tensor.dtype} on {tensor.device.type}",
             remedy="serve unquantised weights",
         )
-    signed = _SIGNED[dtype.itemsize]
+    signed = SIGNED[dtype.itemsize]
     storage = tensor.untyped_storage()
     bits = torch.empty(0, dtype=signed, device=tensor.device)
     bits.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))

@@ -18,7 +18,6 @@ from vllm_delta_plugin.commit import Device
 from vllm_delta_plugin.coverage import TensorInfo, WeightMap
 from vllm_delta_plugin.live_storage import LiveStorage
 from vllm_delta_plugin.regions import make_region
-from vllm_delta_plugin.staged import StageBuilder
 
 _SIZE = 256
 
@@ -30,10 +29,10 @@ def rehearse(like: LiveStorage, device: Device) -> None:
     middle, new = old.copy(), old.copy()
     middle[::3], new[::2] = 1, 2
     steps = [_coded(like.dtype, old, middle), _coded(like.dtype, middle, new)]
-    builder = StageBuilder(weights, limit=2**20)
+    builder = device.builder(weights, limit=2**20)
     with device.reading():
         builder.add_deltas({"rehearsal": fold(steps)})
-    swap = device.prepare(builder.updates())
+    swap = device.prepare(builder)
     for expected in (new, old):
         swap.swap(lambda: None)
         if not np.array_equal(weights.storages[0].read(np.arange(_SIZE)), expected):

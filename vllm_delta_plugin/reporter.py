@@ -29,6 +29,7 @@ class Reporter:
         counters.anchors_taken += staged.plan.start == "anchor"
         counters.changed_elements_last = staged.changed
         counters.commit_ms_last, counters.stage_seconds_last = milliseconds, staged.seconds
+        counters.committed_at_last = time.time()
         how = f"from {staged.plan.start}, {staged.changed} elements changed, "
         how += f"staged in {staged.seconds:.2f} s, committed in {milliseconds:.2f} ms"
         self._serving(staged.plan.target, how, generation)
@@ -54,7 +55,13 @@ class Reporter:
         kind = error.kind if isinstance(error, RankError) else type(error).__name__
         key = error.object_key if isinstance(error, RankError) else None
         guilty = next((m for m in plan.deltas if any(o.key == key for o in m.objects)), plan.target)
-        self._refuse(Refusal(guilty.version, guilty.sha256, key, kind, str(error)))
+        sha256 = guilty.sha256 if isinstance(guilty, Manifest) else guilty.manifest
+        self._refuse(Refusal(guilty.version, sha256, key, kind, str(error)))
+
+    def passed_by(self, plan: Plan, error: DeltaSyncError) -> None:
+        """Old versions were deleted while this replica was on its way over them: it takes an anchor instead."""
+        what = f"on the way to version {plan.target.version} an object was deleted, taking an anchor instead: {error}"
+        self._status.note_error(DeltaSyncError(what), kind="NotFoundError")
 
     def no_way(self, newest: Manifest, error: DeltaSyncError) -> None:
         """No plan leads to the newest version."""

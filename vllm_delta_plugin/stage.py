@@ -14,7 +14,7 @@ from vllm_delta_plugin.base_bits import AnchorBits, live_bits
 from vllm_delta_plugin.chain import Folded, drop_aliases, fold_chain, undone
 from vllm_delta_plugin.commit import Device, Swap
 from vllm_delta_plugin.coverage import WeightMap
-from vllm_delta_plugin.staged import StageBuilder, check_delta
+from vllm_delta_plugin.staged import check_delta
 
 if TYPE_CHECKING:
     from delta_sync.ledger import Ledger
@@ -49,7 +49,7 @@ class Rank:
 def stage(job: Job[Staged], rank: Rank, ledger: Ledger, plan: Plan) -> Staged:
     """Prepare ``plan`` without touching live weights; any error of delta_sync, Cancelled if dropped meanwhile."""
     limit = rank.stage_bytes
-    builder = StageBuilder(rank.weights, limit)
+    builder = rank.device.builder(rank.weights, limit)
     with rank.device.reading():
         folded = fold_plan(job, rank, ledger, plan, limit)
         if plan.start == "anchor":
@@ -57,7 +57,7 @@ def stage(job: Job[Staged], rank: Rank, ledger: Ledger, plan: Plan) -> Staged:
         else:
             builder.add_deltas(folded)
     job.check()
-    return Staged(plan.target.version, rank.device.prepare(builder.updates()), builder.parts, builder.changed)
+    return Staged(plan.target.version, rank.device.prepare(builder), builder.parts, builder.changed)
 
 
 def fold_plan(job: Job[Any], rank: Rank, ledger: Ledger, plan: Plan, limit: int) -> Folded:

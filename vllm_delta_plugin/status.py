@@ -50,6 +50,7 @@ class Counters:
     anchors_taken: int = 0
     changed_elements_last: int = 0
     commit_ms_last: float | None = None
+    committed_at_last: float | None = None  # unix time
     stage_seconds_last: float | None = None
 
 

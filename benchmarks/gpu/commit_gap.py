@@ -2,26 +2,28 @@
 
 Usage: python benchmarks/gpu/commit_gap.py [--shape qwen3-0.6b] [--versions 20] [--streams 8]
 
-The weights are random in the true shapes, the server is a stock one with CUDA graphs, and the numbers are a client's:
-the longest time between two tokens of any stream around a commit, beside the mean while nothing is published. At the
-end the live bits are read out of the server and digested, and must be the trainer's; greedy answers must be a fresh
-engine's.
+The weights are random in the true shapes, the server is a stock one with CUDA graphs, and the numbers are a client's.
+*At commit*: of each stream the longest gap between two tokens that touches the commit or the 10 ms after it, of all
+commits. *Control*: the same at moments 0.35 s after a version was served, when nothing happens. *While staging*: of all
+streams the longest gap from the manifest's being there until the version is served. *Audit*: as control, while all of
+memory is scanned. At the end the live bits are read out of the server and digested, and must be the trainer's; greedy
+answers must be a fresh engine's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 import time
+from bisect import bisect_left, bisect_right
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks" / "gpu")]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -29,8 +31,7 @@ from helpers.machine import SERVE_ARGS  # noqa: E402
 from helpers.publish import Publisher  # noqa: E402
 from helpers.server import VllmServer  # noqa: E402
 from helpers.tiny_models import write_tokenizer  # noqa: E402
-
-from examples.wordle.stream import StreamRecorder  # noqa: E402
+from streams import Recorded, Streams  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -102,12 +103,13 @@ def change(weights: dict[str, np.ndarray], seed: int, fraction: float) -> None:
         flat[at] ^= 1
 
 
-def gaps(recorders: list[StreamRecorder], begin: float, end: float) -> list[float]:
+def gaps(recorders: list[Recorded], begin: float, end: float) -> list[float]:
     """Milliseconds between neighbouring tokens of the same stream, of all pairs that touch [begin, end]."""
     found = []
     for recorder in recorders:
-        for stream in recorder.streams:
-            times = [t for t in stream.times if begin - 60 < t < end + 60]
+        for all_times in recorder.times:
+            first = max(0, bisect_left(all_times, begin) - 1)
+            times = all_times[first : bisect_right(all_times, end) + 1]
             found += [1e3 * (b - a) for a, b in pairwise(times) if b >= begin and a <= end]
     return found
 
@@ -138,15 +140,15 @@ def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
         trainer.origin()
         server.wait_version(1, 120)
         say("streaming", began)
-        recorders = [StreamRecorder(server.url, "tiny", f"w{10 + i} w20", 4000) for i in range(args.streams)]
-        for recorder in recorders:
-            recorder.__enter__()
-        time.sleep(5)
-        quiet = (time.time() - 3, time.time())
-        rows = [step(server, trainer, args.fraction, seed) for seed in range(args.versions)]
-        time.sleep(1)
-        for recorder in recorders:
-            recorder.stop()
+        with Streams(server.url, args.streams) as streams:
+            time.sleep(10)
+            quiet = (time.time() - 3, time.time())
+            rows = [step(server, trainer, args.fraction, seed) for seed in range(args.versions)]
+            audits = [audit(server) for _ in range(5)]
+            time.sleep(1)
+            recorders = streams.stop()
+        if not all(gaps(recorders, row["begin"], row["end"]) for row in rows):
+            raise SystemExit(f"no tokens came while versions did: {[r.interruptions for r in recorders]}")
         say("comparing", began)
         tensors = server.get("/delta_sync/tensors?scan=1", timeout=300)["tensors"]
         served = {name: int(entry["digest"], 16) for name, entry in tensors.items()}
@@ -156,9 +158,11 @@ def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
     final = trainer.save(place / "final", base)
     with VllmServer(final, logs / "fresh.log", base=options) as fresh:
         greedy = answers == [fresh.complete(prompt, 32)["text"] for prompt in PROMPTS]
-    at_commit = [max(gaps(recorders, row["begin"], row["end"])) for row in rows]
+    staging = [max(gaps(recorders, row["begin"], row["end"])) for row in rows]
     ordinary = gaps(recorders, *quiet)
-    usual = statistics.mean(ordinary)
+    at_commit = [gap for row in rows for gap in longest(recorders, row["commit_begin"], row["commit_end"])]
+    control = [gap for row in rows for gap in longest(recorders, row["end"] + 0.35, row["end"] + 0.35)]
+    audited = [gap for begin, end in audits for at in np.arange(begin, end, 0.02) for gap in longest(recorders, at, at)]
     return {
         "card": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
         "shape": args.shape,
@@ -166,19 +170,40 @@ def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
         "changed": status["changed_elements_last"],
         "streams": args.streams,
         "versions": status["version"],
-        "gap_without_commit_ms": {"mean": round(usual, 3), **spread(ordinary)},
-        "gap_at_commit_ms": {"median": round(statistics.median(at_commit), 3), "max": round(max(at_commit), 3)},
-        "gap_at_commit_over_usual": round(statistics.median(at_commit) / usual, 2),
+        "gap_without_versions_ms": spread(ordinary),
+        "gap_at_control_ms": spread(control),
+        "gap_at_commit_ms": spread(at_commit),
+        "gap_at_commit_over_control": {
+            name: round(spread(at_commit)[name] / spread(control)[name], 2) for name in ("median", "p99")
+        },
+        "gap_while_audited_ms": spread(audited),
+        "audit_ms": spread([1e3 * (end - begin) for begin, end in audits]),
+        "longest_gap_while_staging_ms": spread(staging),
         "commit_ms": spread([row["commit_ms"] for row in rows]),
         "stage_ms": spread([1e3 * row["stage_seconds"] for row in rows]),
         "published_to_served_ms": spread([1e3 * (row["end"] - row["begin"]) for row in rows]),
-        "tokens": sum(r.tokens for r in recorders),
+        "tokens": sum(len(times) for r in recorders for times in r.times),
         "interruptions": [why for r in recorders for why in r.interruptions],
         "bit_exact": exact,
         "greedy_equals_fresh_engine": greedy,
         "refusals": status["refusals"],
         "seconds": round(time.time() - began, 1),
     }
+
+
+def longest(recorders: list[Recorded], begin: float, end: float) -> list[float]:
+    """Of each stream the longest gap, in milliseconds, that touches [begin, end + 10 ms]."""
+    found = [gaps([recorder], begin, end + 0.01) for recorder in recorders]
+    return [max(of_stream) for of_stream in found if of_stream]
+
+
+def audit(server: VllmServer) -> tuple[float, float]:
+    """When a full scan of live memory began and ended."""
+    begin = time.time()
+    server.get("/delta_sync/tensors?scan=1", timeout=300)
+    end = time.time()
+    time.sleep(0.3)
+    return begin, end
 
 
 def step(server: VllmServer, trainer: Publisher, fraction: float, seed: int) -> dict[str, Any]:
@@ -193,13 +218,16 @@ def step(server: VllmServer, trainer: Publisher, fraction: float, seed: int) -> 
         "begin": begin,
         "end": end,
         "commit_ms": status["commit_ms_last"],
+        "commit_begin": status["committed_at_last"] - status["commit_ms_last"] / 1e3,
+        "commit_end": status["committed_at_last"],
         "stage_seconds": status["stage_seconds_last"],
     }
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and largest, rounded."""
-    return {"median": round(statistics.median(values), 3), "max": round(max(values), 3)}
+    """Median, 99th percentile and largest, rounded."""
+    median, p99 = np.percentile(values, [50, 99])
+    return {"median": round(float(median), 3), "p99": round(float(p99), 3), "max": round(max(values), 3)}
 
 
 def say(what: str, began: float) -> None:

@@ -33,11 +33,11 @@ from delta_sync.dtypes import dtype  # noqa: E402
 from delta_sync.plan import Plan  # noqa: E402
 from vllm_delta_plugin import chain, commit, stage, staged  # noqa: E402
 from vllm_delta_plugin.coverage import TensorInfo, WeightMap  # noqa: E402
-from vllm_delta_plugin.live_storage import LiveStorage, live_storage  # noqa: E402
+from vllm_delta_plugin.live_storage import HAS_TRITON, LiveStorage, live_storage  # noqa: E402
 from vllm_delta_plugin.rank_sync import RankSync  # noqa: E402
 from vllm_delta_plugin.regions import make_region  # noqa: E402
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 torch.set_num_threads(1)  # on a CPU: the loop is one thread, as the interpreter is
 Span = tuple[str, float, float]
 
@@ -157,12 +157,15 @@ def main() -> None:
     shapes = tensors_of(SHAPES[args.shape])
     weights = {name: random.integers(0x3C00, 0x3D00, shape, np.uint16) for name, shape in shapes.items()}
     clock, loop = Clock(), Loop()
-    clock.wrap(chain, "decode_delta")
+    clock.wrap(chain, "decode_against")
     clock.wrap(chain, "fold")
     clock.wrap(staged, "map_positions")
-    clock.wrap(staged, "digest_change")
     clock.wrap(staged.StageBuilder, "_add_storage")
     clock.wrap(LiveStorage, "read")
+    if HAS_TRITON:
+        from vllm_delta_plugin import gpu_stage
+
+        clock.wrap(gpu_stage, "stage_on_device")
     clock.wrap(stage, "fold_plan")
     clock.wrap(commit.Cuda, "prepare")
     with tempfile.TemporaryDirectory() as folder:

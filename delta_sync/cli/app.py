@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import typer
 
+from delta_sync.cli.compact import compact
 from delta_sync.cli.doctor import doctor
+from delta_sync.cli.gc import gc
 from delta_sync.cli.inspect import inspect
 from delta_sync.cli.ledger import ledger
 from delta_sync.cli.materialize import materialize
 from delta_sync.cli.verify import verify
 
 app = typer.Typer(
-    help="Look at a run of delta-weight-sync, prove it, and get checkpoints out of it.",
+    help="Look at a run of delta-weight-sync, prove it, get checkpoints out of it, and keep it small.",
     epilog="Exit codes: 0 fine, 1 a problem was found, 2 wrong usage, 3 the store did not answer.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (ledger, inspect, verify, materialize, doctor):
+for command in (ledger, inspect, verify, materialize, compact, gc, doctor):
     app.command()(command)

@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 
-from delta_sync.anchor_files import INDEX, iter_anchor_tensors, parse_shard, write_anchor_files
+from delta_sync.anchor_files import INDEX, parse_shard, write_anchor_files
 from delta_sync.cli.report import FINE, AsJson, Report, finish, many, size
 from delta_sync.cli.run import checked_uri, open_ledger, split_version, version_of
-from delta_sync.cli.weights import Weights, read_delta
+from delta_sync.cli.weights import Weights, weights_after
 from delta_sync.errors import ChainError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import AnchorRecord, Manifest
@@ -67,9 +67,7 @@ def _report(ledger: Ledger, version: int | None, folder: Path) -> Report:
 
 def _write(ledger: Ledger, plan: Plan, anchor: AnchorRecord, target: Manifest, folder: Path) -> list[str]:
     """The names of the checkpoint's files; the folder appears whole, or not at all."""
-    weights = Weights(iter_anchor_tensors(ledger, anchor))
-    for manifest in plan.deltas:
-        weights.advance(manifest, [read_delta(ledger, manifest, ref, weights)[2] for ref in manifest.objects])
+    weights = weights_after(ledger, plan)
     partial = folder.absolute().parent / f".{folder.name}.partial-{uuid.uuid4().hex[:8]}"
     try:
         names = [*write_anchor_files(partial, weights.tensors())]

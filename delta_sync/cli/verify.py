@@ -13,12 +13,13 @@ from delta_sync.cli.report import FINE, PROBLEM, AsJson, Report, Table, finish, 
 from delta_sync.cli.run import DAMAGE, Chain, checked_uri, open_ledger, read_chain
 from delta_sync.cli.weights import Deltas, Weights, read_delta
 from delta_sync.errors import ChainError, DeltaSyncError, IntegrityError
-from delta_sync.ledger import AnchorRef, Ledger
+from delta_sync.ledger import AnchorRef, FoldRef, Ledger
 from delta_sync.manifest import AnchorRecord, Manifest
-from delta_sync.store.keys import anchor_key
+from delta_sync.store.keys import anchor_key, fold_key
 
 HEAL = "a running trainer puts it again once a replica refuses it; else attach an anchor to a later version"
 NEW_ANCHOR = "attach a new anchor; until then late replicas start from an older one, if there is any"
+NO_FOLD = "delete it: readers take the deltas instead; delta-sync compact makes it anew"
 GONE = "restart the trainer on this URI: it begins a new chain, with an anchor where servers need one"
 
 
@@ -50,6 +51,7 @@ class Verification:
     ledger: Ledger
     damage: list[Damage] = field(default_factory=list)
     proven: list[int] = field(default_factory=list)
+    folds: int = 0
     objects: int = 0
     bytes: int = 0
     weights: Weights | None = None
@@ -63,8 +65,12 @@ class Verification:
             self._note(newest.version, "newest manifest or HEAD.json", chain.start, HEAL)
         if chain.end is not None and (chain.ends_in_damage or not self._reachable(chain, anchored)):
             self._note(oldest.version - 1, f"manifest of version {oldest.version - 1}", chain.end, GONE)
+        folds = self.ledger.folds()
         for manifest in chain.versions:
             self._check(manifest, AnchorRef(manifest.version, manifest.epoch) in anchored)
+            for ref in folds:
+                if (ref.version, ref.epoch) == (manifest.version, manifest.epoch):
+                    self._fold(manifest, ref)
         return chain
 
     def _reachable(self, chain: Chain, anchored: set[AnchorRef]) -> bool:
@@ -107,6 +113,26 @@ class Verification:
                 self._note(manifest.version, manifest.key, error, remedy)
             return
         self.weights = weights
+
+    def _fold(self, manifest: Manifest, ref: FoldRef) -> None:
+        """A fold's record and objects, and its tensors' states where the weights are known; readers prove the rest."""
+        key = fold_key(ref.version, ref.epoch, ref.base_version)
+        try:
+            record = self.ledger.fold(manifest, ref.base_version)
+            if record is None:  # removed since it was listed
+                return
+            self.folds += 1
+            known = {} if self.weights is None else self.weights.states
+            wrong = [name for name, state in record.tensors.items() if known.get(name, state) != state]
+            if wrong:
+                raise IntegrityError(key, expected="tensors with the version's digests", got=f"others: {wrong[:3]}")
+            for obj in record.objects:
+                key = obj.key
+                self.objects += 1
+                read_delta(self.ledger, record, obj)
+                self.bytes += obj.size
+        except DAMAGE as error:
+            self._note(manifest.version, key, error, NO_FOLD)
 
     def _anchor(self, manifest: Manifest) -> None:
         key = anchor_key(manifest.version, manifest.epoch)
@@ -165,16 +191,21 @@ def _report(verification: Verification) -> Report:
         "chain_end": str(chain.end) if chain.end else None,
         "versions": count,
         "objects": verification.objects,
+        "folds": verification.folds,
         "bytes": verification.bytes,
         "proven": verification.proven,
+        "proven_from": verification.proven[0] if proven else None,
         "damage": [vars(damage) for damage in verification.damage],
     }
     parts: list[Table | str] = [
         f"run {newest.run} at {verification.ledger.store.uri}: versions {first} to {newest.version}",
         f"{many(count, 'manifest')} and {many(verification.objects, 'object')} read, "
         f"{size(verification.bytes)} as promised",
-        f"{proven} of {many(count, 'version')} proven by applying deltas to an anchor's weights",
+        f"{proven} of {many(count, 'version')} proven by applying deltas to an anchor's weights"
+        + (f", from version {verification.proven[0]} on" if proven else ""),
     ]
+    if chain.end is not None and not chain.ends_in_damage:
+        parts.append(f"what was before version {first} is gone")
     if proven < count:
         parts.append("the others have damage below them, or no anchor: only their hashes were checked")
     if not verification.damage:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from delta_sync.anchor_files import Tensor
+from delta_sync.anchor_files import Tensor, iter_anchor_tensors
 from delta_sync.bitmap import Bits
 from delta_sync.context_file import decode_against
 from delta_sync.delta import apply
@@ -13,16 +13,17 @@ from delta_sync.digest import digest, state_digest, tensor_key
 from delta_sync.dtypes import DType, dtype
 from delta_sync.errors import ChainError, IntegrityError
 from delta_sync.ledger import Ledger
-from delta_sync.manifest import Manifest, ObjectRef, TensorState
+from delta_sync.manifest import ObjectRef, TensorState
+from delta_sync.plan import Plan, Step
 from delta_sync.tensor_delta import TensorDelta
 
 Deltas = list[TensorDelta]
 
 
 def read_delta(
-    ledger: Ledger, manifest: Manifest, ref: ObjectRef, before: Weights | None = None
+    ledger: Ledger, step: Step, ref: ObjectRef, before: Weights | None = None
 ) -> tuple[bytes, DeltaHeader, Deltas]:
-    """One object of a version, whose size, sha256, header and tensors are those that the manifest promises.
+    """One object of a version or a fold, whose size, sha256, header and tensors are those that its record promises.
 
     Its bytes, and what they decode to; IntegrityError, FormatError or NotFoundError; ChainError where it decodes only
     against the weights ``before`` and there are none.
@@ -30,9 +31,9 @@ def read_delta(
     data = ledger.read_object(ref)
     header, deltas = decode_against(data, no_base if before is None else before.base, ledger.limits)
     for what in ("run", "version", "base_version", "codec"):
-        _expect(f"{what} in the header of {ref.key}", getattr(manifest, what), getattr(header, what))
+        _expect(f"{what} in the header of {ref.key}", getattr(step, what), getattr(header, what))
     for delta in deltas:
-        state = manifest.tensors.get(delta.name)
+        state = step.tensors.get(delta.name)
         promised = None if state is None else (state.dtype, state.shape)
         _expect(f"tensor {delta.name!r} in {ref.key}", promised, (delta.dtype.name, delta.shape))
     return data, header, deltas
@@ -67,23 +68,34 @@ class Weights:
         _expect(f"tensor {name!r} before the delta", (kind.name, shape), state and (state.dtype, state.shape))
         return self.bits[name].reshape(-1).copy()
 
-    def advance(self, manifest: Manifest, objects: Iterable[Deltas]) -> None:
+    def advance(self, step: Step, objects: Iterable[Deltas]) -> None:
         """Apply a version's objects and prove the outcome; IntegrityError, after which the weights are of no use."""
         for deltas in objects:
             for delta in deltas:
                 if delta.name not in self.bits:
-                    what = f"tensor {delta.name!r} of version {manifest.version}"
+                    what = f"tensor {delta.name!r} of version {step.version}"
                     raise IntegrityError(what, expected="a tensor of the version before", got="none of that name")
                 apply(delta, self.bits[delta.name])
-        for name, state in manifest.tensors.items():
+        for name, state in step.tensors.items():
             if name in self.bits:
                 self.states[name] = TensorState(state.dtype, state.shape, digest(self.bits[name], tensor_key(name)))
-            _expect(f"digest of {name!r} at version {manifest.version}", state, self.states.get(name))
-        self.prove(manifest)
+            _expect(f"digest of {name!r} at version {step.version}", state, self.states.get(name))
+        self.prove(step)
 
-    def prove(self, manifest: Manifest) -> None:
+    def prove(self, step: Step) -> None:
         """IntegrityError unless these are the weights of that version."""
-        _expect(f"state digest at version {manifest.version}", manifest.state_digest, state_digest(self.states))
+        _expect(f"state digest at version {step.version}", step.state_digest, state_digest(self.states))
+
+
+def weights_after(ledger: Ledger, plan: Plan) -> Weights:
+    """The weights at a plan's target, proven; ChainError unless it begins at an anchor, else what damage raises."""
+    if plan.anchor is None:
+        raise ChainError(f"plan to version {plan.target.version}", expected="an anchor", got="none")
+    weights = Weights(iter_anchor_tensors(ledger, plan.anchor))
+    for step in plan.deltas:
+        weights.advance(step, [read_delta(ledger, step, ref, weights)[2] for ref in step.objects])
+    weights.prove(plan.target)
+    return weights
 
 
 def _expect(what: str, expected: object, got: object) -> None:

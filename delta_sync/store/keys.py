@@ -15,6 +15,8 @@ TEMPORARY = ".delta-sync-tmp-"  # names that start so belong to writes in progre
 HEAD = "HEAD.json"
 MANIFESTS = "manifests/"
 ANCHORS = "anchors/"
+DELTAS = "deltas/"
+FOLDS = "folds/"
 EPOCHS = "epochs/"
 REPLICAS = "replicas/"
 MAX_VERSION = 10**12 - 1
@@ -23,6 +25,8 @@ MAX_EPOCH = 10**6 - 1
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f\\\ud800-\udfff]")
 _MANIFEST = re.compile(r"manifests/([0-9]{12})-([0-9]{6})-([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json")
 _ANCHOR = re.compile(r"anchors/([0-9]{12})-([0-9]{6})/anchor\.json")
+_ATTACHED = re.compile(r"(?:deltas|anchors|folds)/([0-9]{12})-([0-9]{6})[-/].+")
+_FOLD = re.compile(r"folds/([0-9]{12})-([0-9]{6})/([0-9]{12})\.json")
 _EPOCH = re.compile(r"epochs/([0-9]{6})\.json")
 
 
@@ -72,7 +76,7 @@ def manifest_prefix(version: int) -> str:
 
 def delta_key(version: int, epoch: int, sha256: str) -> str:
     """Where one object of a delta lies; it carries its content's hash, so writing it twice changes nothing."""
-    return f"deltas/{version:012d}-{epoch:06d}-{sha256[:16]}.safetensors"
+    return f"{DELTAS}{version:012d}-{epoch:06d}-{sha256[:16]}.safetensors"
 
 
 def anchor_folder(version: int, epoch: int) -> str:
@@ -83,6 +87,21 @@ def anchor_folder(version: int, epoch: int) -> str:
 def anchor_key(version: int, epoch: int) -> str:
     """Where an anchor's record lies; it is written last."""
     return anchor_folder(version, epoch) + "anchor.json"
+
+
+def fold_folder(version: int, epoch: int) -> str:
+    """The folder of the folds that lead to one version, with the slash."""
+    return f"{FOLDS}{version:012d}-{epoch:06d}/"
+
+
+def fold_key(version: int, epoch: int, base: int) -> str:
+    """Where the record of the fold from version ``base`` lies; it is written last."""
+    return f"{fold_folder(version, epoch)}{base:012d}.json"
+
+
+def fold_object_key(version: int, epoch: int, base: int, sha256: str) -> str:
+    """Where one object of a fold lies."""
+    return f"{fold_folder(version, epoch)}{base:012d}-{sha256[:16]}.safetensors"
 
 
 def epoch_key(epoch: int) -> str:
@@ -104,6 +123,18 @@ def parse_manifest_key(key: str) -> ManifestName | None:
 def parse_anchor_key(key: str) -> tuple[int, int] | None:
     """(version, epoch) of an anchor record's key, or None for any other key."""
     found = _ANCHOR.fullmatch(key)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def parse_fold_key(key: str) -> tuple[int, int, int] | None:
+    """(version, epoch, base version) of a fold record's key, or None for any other key."""
+    found = _FOLD.fullmatch(key)
+    return (int(found[1]), int(found[2]), int(found[3])) if found else None
+
+
+def parse_attached_key(key: str) -> tuple[int, int] | None:
+    """(version, epoch) that an object of a delta, an anchor or a fold belongs to, or None for any other key."""
+    found = _ATTACHED.fullmatch(key)
     return (int(found[1]), int(found[2])) if found else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import threading
@@ -13,11 +14,14 @@ import numpy as np
 import pytest
 from engine_fakes import KEYS, SHAPES, Executor, Weights
 from helpers.publish import Publisher
+from typer.testing import CliRunner
 
+from delta_sync.cli.app import app
 from delta_sync.delta_file import DEFAULT_CODEC
 from delta_sync.errors import StoreError
 from delta_sync.ledger import Ledger
 from delta_sync.limits import for_model
+from delta_sync.retention import delete, find_trim
 from delta_sync.store.open import open_store
 from vllm_delta_plugin.cache_salt import CacheSalt
 from vllm_delta_plugin.config import ReplicaConfig
@@ -652,3 +656,70 @@ def test_a_replica_tells_its_store_that_it_follows(uri: str, replica_of, monkeyp
     monkeypatch.setattr(replica.ledger.store, "follow", lambda: told.append(True))
     replica.start()
     assert told == [True]
+
+
+def turns(replica: Replica, until: Callable[[dict[str, Any]], Any], timeout: float = 15.0) -> dict[str, Any]:
+    """Take the coordinator's turns here, so that what happens between two of them is the test's to choose."""
+    deadline = time.monotonic() + timeout
+    while not until(replica.status):
+        assert time.monotonic() < deadline, replica.status
+        replica.coordinator.turn()
+    return replica.status
+
+
+def test_old_versions_deleted_while_they_are_read_are_passed_by_an_anchor(trainer, replica_of, uri) -> None:
+    trainer.origin()
+    replica = replica_of(acknowledge=False)
+    turns(replica, lambda s: s["version"] == 1)
+    trainer.step(1)
+    anchor(trainer, trainer.step(2))
+    trainer.step(3)
+
+    def trim(method: str) -> None:
+        if method == "stage_begin":
+            replica.executor.before = lambda name: None
+            found = find_trim(replica.ledger, 1, 0.0)
+            assert found.first_kept == 3
+            delete(replica.ledger.store, found.keys)
+
+    replica.executor.before = trim
+    status = turns(replica, lambda s: s["version"] == 4)
+    assert replica.executor.equal(trainer.weights)
+    assert (status["refusals"], status["anchors_taken"]) == (0, 1)
+    assert (
+        status["last_error"]["kind"] == "NotFoundError" and "taking an anchor instead" in status["last_error"]["error"]
+    )
+    trainer.step(4)
+    turns(replica, lambda s: s["version"] == 5)
+
+
+def test_what_is_lost_with_no_way_round_is_refused_in_the_end(trainer, replica_of) -> None:
+    trainer.origin()
+    replica = replica_of()
+    turns(replica, lambda s: s["version"] == 1)
+    anchor(trainer, trainer.step(1))
+    manifest = trainer.step(2)
+    replica.ledger.store.delete(manifest.objects[0].key)
+    status = turns(replica, lambda s: s["refusal"])
+    assert (status["refusal"]["kind"], status["refusal"]["version"]) == ("NotFoundError", 3)
+    assert replica.wait_ack("refused").refused_object == manifest.objects[0].key
+    trainer.heal(manifest)
+    turns(replica, lambda s: s["version"] == 3)
+    assert replica.executor.equal(trainer.weights)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_fold_is_taken_and_one_that_is_damaged_gives_way_to_the_deltas(trainer, replica_of, uri, damaged) -> None:
+    trainer.origin()
+    replica = replica_of()
+    turns(replica, lambda s: s["version"] == 1)
+    for seed in (1, 2, 3):
+        trainer.step(seed)
+    made = CliRunner().invoke(app, ["compact", uri, "--from", "1", "--json"])
+    (key,) = json.loads(made.stdout)["objects"]
+    if damaged:
+        replica.ledger.store.put(key, b"other bytes")
+    status = turns(replica, lambda s: s["version"] == 4)
+    assert replica.executor.equal(trainer.weights)
+    assert status["refusals"] == damaged
+    assert any(key == rank.key for rank in replica.executor.ranks) != damaged

@@ -1,8 +1,12 @@
-"""Trainers die, restart and overlap, stores fail, HEAD lies, replicas come late: hypothesis looks for a bad order."""
+"""Trainers die, restart and overlap, stores fail, HEAD lies, replicas come late, old versions go, deltas are folded:
+hypothesis looks for a bad order.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+import time
 import uuid
 from pathlib import Path
 
@@ -12,9 +16,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tiny_run import attach, changed, commit_delta, commit_origin, first_bits, follow, states
 
-from delta_sync import ChainError, ConflictError, StoreError, state_digest
+from delta_sync import ChainError, ConflictError, StoreError, decode_delta, state_digest
+from delta_sync.delta import fold
+from delta_sync.errors import NotFoundError
+from delta_sync.fold_writer import attach_fold
 from delta_sync.ledger import Ledger
 from delta_sync.records import Head
+from delta_sync.retention import delete, find_trim
 from delta_sync.store import MemoryStore
 from delta_sync.store.keys import HEAD
 from delta_sync.writer import Writer
@@ -46,6 +54,7 @@ class Run(RuleBasedStateMachine):
         self.promised = []  # what a commit returned
         self.number = 0
         self.fenced = []
+        self.first_kept = 1
         self.publisher = Publisher(FaultyStore(self.store))
         self.replicas = [Replica(self.store) for _ in range(2)]
         self.late_heads = Ledger(self.store, relist_seconds=0)
@@ -181,6 +190,41 @@ class Run(RuleBasedStateMachine):
             self.restart()
         publisher.store.disarm()
 
+    @rule(keep=st.integers(1, 2), call=st.integers(0, 30))
+    def old_versions_go(self, keep, call):
+        """Perhaps interrupted after so many deletions."""
+        trim = find_trim(Ledger(self.store), keep, 10.0, now=time.time() + 20)
+        self.first_kept = max(self.first_kept, trim.first_kept or 1)
+        faulty = FaultyStore(self.store)
+        faulty.arm(call, "die after")
+        with contextlib.suppress(Died):
+            delete(faulty, trim.keys)
+
+    @rule(data=st.data())
+    def fold_some_deltas(self, data):
+        chain = self.chain()
+        start = data.draw(st.integers(0, max(0, len(chain) - 3)))
+        end = start
+        while end + 1 < len(chain) and chain[end + 1].kind == "delta" and end - start < 4:
+            end += 1
+        folded, after = {}, {}
+        for manifest in chain[start + 1 : end + 1]:
+            for ref in manifest.objects:
+                for delta in decode_delta(Ledger(self.store).read_object(ref))[1]:
+                    folded[delta.name] = fold([*folded.get(delta.name, ()), delta])
+            after |= manifest.tensors
+        if end > start:
+            attach_fold(self.store, chain[start], chain[end], [d for ds in folded.values() for d in ds], after)
+
+    def chain(self):
+        """What is left of the newest version's chain, oldest first."""
+        ledger = Ledger(self.store)
+        found = [ledger.head()]
+        with contextlib.suppress(ChainError):
+            while (parent := ledger.parent(found[-1])) is not None:
+                found.append(parent)
+        return found[::-1]
+
     @rule(how=st.sampled_from(["gone", "garbage", "old"]), data=st.data())
     def head_lies(self, how, data):
         if how == "gone":
@@ -208,18 +252,22 @@ class Run(RuleBasedStateMachine):
             return
         order = (plan.target.epoch, plan.target.version)
         assert order > replica.order
-        replica.bits = follow(replica.ledger, plan, replica.bits)
+        try:
+            replica.bits = follow(replica.ledger, plan, replica.bits)
+        except NotFoundError:  # deleted under its eyes: its ledger remembers manifests that are gone
+            plan = replica.ledger.plan(replica.position, live, prefer_anchor=True)
+            replica.bits = follow(replica.ledger, plan, replica.bits)
         expected = self.bits[plan.target.state_digest]
         assert all((replica.bits[name] == expected[name]).all() for name in expected)
         replica.position, replica.order = plan.position, order
 
     @invariant()
     def every_promise_is_kept(self):
-        ledger = Ledger(self.store)
-        head = ledger.head()
-        chain = {manifest.sha256 for manifest in [head, *ledger.ancestors(head, 1)]}
-        assert len(chain) == head.version
-        assert all(manifest.sha256 in chain for manifest in self.promised)
+        chain = self.chain()
+        assert chain[0].version <= self.first_kept
+        assert [manifest.version for manifest in chain] == list(range(chain[0].version, chain[-1].version + 1))
+        left = {manifest.sha256 for manifest in chain}
+        assert all(manifest.sha256 in left for manifest in self.promised if manifest.version >= self.first_kept)
 
     @invariant()
     def a_watcher_never_goes_back(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 
 import numpy as np
@@ -11,6 +12,7 @@ from delta_sync.anchor_files import Tensor, iter_anchor_tensors
 from delta_sync.context_file import decode_against
 from delta_sync.delta import apply
 from delta_sync.digest import digest, state_digest, tensor_key
+from delta_sync.errors import ChainError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest, TensorState
 from delta_sync.store.open import open_store
@@ -27,6 +29,16 @@ def chain(uri: str) -> list[Manifest]:
     ledger = Ledger(open_store(uri))
     head = ledger.head()
     return [] if head is None else [*reversed(ledger.ancestors(head, 1)), head]
+
+
+def chain_left(uri: str) -> list[Manifest]:
+    """What retention left of it, oldest first."""
+    ledger = Ledger(open_store(uri))
+    found = [newest(uri)]
+    with contextlib.suppress(ChainError):
+        while (parent := ledger.parent(found[0])) is not None:
+            found.insert(0, parent)
+    return found
 
 
 def materialise(uri: str, start: Iterable[Tensor] = ()) -> dict[str, bytes]:

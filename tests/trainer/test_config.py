@@ -23,6 +23,8 @@ from trl_callback.config import TIMES, DeltaSyncConfig
         ("max_staleness", 1.5),
         ("publish_every", 0),
         ("anchor_every", -2),
+        *(("keep_anchors", value) for value in (0, -1, 1.5, True, "2")),
+        *(("anchor_chain_ratio", value) for value in (-0.5, float("inf"), float("nan"), "1", True)),
         ("serving_dtype", "bfloat16"),
         ("prompt_cache", "some"),
         ("server_url", "localhost:8000"),

@@ -259,10 +259,10 @@ def test_an_anchor_nobody_waits_for_may_fail_without_holding_up_a_version(monkey
 
 
 def test_a_full_temporary_disk_is_named(monkeypatch) -> None:
-    def full(folder: object, tensors: object) -> None:
+    def full(path: object, tensors: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("trl_callback.chain.write_anchor_files", full)
+    monkeypatch.setattr("trl_callback.anchor_job.write_shard", full)
     with running(publish_timeout=0.3) as run, pytest.raises(StoreError, match=r"No space left.*TMPDIR"):
         run.train()
         run.publisher.flush(20)
@@ -349,11 +349,11 @@ def test_a_periodic_anchor_that_never_fits_never_stops_training(monkeypatch: pyt
         run.publisher.flush(20)
         tried = []
 
-        def fails() -> int:
+        def fails(*, newest: bool) -> None:
             tried.append(run.chain.newest.version)
             raise StoreError("an anchor", expected="room", got="none")
 
-        monkeypatch.setattr(run.chain, "attach_anchor", fails)
+        monkeypatch.setattr(run.chain, "advance_anchor", fails)
         for _ in range(12):
             run.train()
             run.publisher.flush(20)

@@ -1,6 +1,7 @@
-"""Writes the golden run: ``python make.py FOLDER`` (refuses an existing one: golden files are added, never replaced).
+"""Writes a golden run: ``python make.py FOLDER`` (refuses an existing one: golden files are added, never replaced).
 
-Two trainers: epoch 1 publishes versions 1 to 3, and a late version 4 that loses; epoch 2 resumes with version 4.
+``golden-1``: two trainers: epoch 1 publishes versions 1 to 3, and a late version 4 that loses; epoch 2 resumes with
+version 4. ``golden-2``: one trainer's versions 1 to 4, an anchor of the first, and a fold from there to version 4.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import hashlib
 import json
 import sys
 import tempfile
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +33,10 @@ from delta_sync import (
 from delta_sync.ack import Ack
 from delta_sync.anchor_files import write_anchor_files
 from delta_sync.digest import digest
+from delta_sync.fold_writer import attach_fold
 from delta_sync.records import Epoch, Head
 from delta_sync.store import LocalStore
-from delta_sync.store.keys import HEAD, anchor_folder, anchor_key, delta_key
+from delta_sync.store.keys import HEAD, anchor_folder, anchor_key, delta_key, fold_key
 
 RUN = "golden-run"
 DTYPES = {"größe.weight": "F32", "layer.weight": "BF16", "scale": "F8_E4M3"}
@@ -141,7 +145,33 @@ def make(folder: Path) -> None:
     (folder / "expected.json").write_text(json.dumps(expected, indent=1, ensure_ascii=False) + "\n")
 
 
+def make_folded(folder: Path) -> None:
+    golden = Golden(folder / "run")
+    golden.claim(1, "trainer-a")
+    bits = [bits_of(FIRST)]
+    for changes in (
+        {"layer.weight": {0: 0x3F81, 7: 0x0000}, "scale": {0: 0xB8}},
+        {"layer.weight": {0: 0x3F80, 2: 0x7FC0}},  # element 0 goes back: no step is left of it
+        {"größe.weight": {1: 0x3F800000}, "layer.weight": {7: 0x8000, 2: 0x7FC1}},
+    ):
+        after = {name: values.copy() for name, values in bits[-1].items()}
+        for name, places in changes.items():
+            for index, value in places.items():
+                after[name][index] = value
+        bits.append(after)
+    versions = [golden.manifest(None, None, bits[0], {})]
+    golden.anchor(versions[0], bits[0])
+    for before, after in pairwise(bits):
+        versions.append(golden.manifest(versions[-1], before, after, {}))
+    changes = (diff(name, dtype(DTYPES[name]), SHAPES[name], bits[0][name], bits[3][name]) for name in sorted(FIRST))
+    touched = {name: state for manifest in versions[1:] for name, state in manifest.tensors.items()}
+    fold = attach_fold(golden.store, versions[0], versions[3], [delta for delta in changes if delta.changed], touched)
+    golden.store.put(fold_key(4, 1, 1), replace(fold, created_at=2000.75).to_bytes())
+    expected = {"newest": versions[3].sha256, "versions": golden.expected, "dtypes": DTYPES, "shapes": SHAPES}
+    (folder / "expected.json").write_text(json.dumps(expected, indent=1, ensure_ascii=False) + "\n")
+
+
 if __name__ == "__main__":
     target = Path(sys.argv[1])
     target.mkdir(parents=True)
-    make(target)
+    {"golden-1": make, "golden-2": make_folded}[target.name](target)

@@ -1,0 +1,67 @@
+"""Streaming clients in processes of their own, so that the publisher's work does not delay the notes of token times."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Self
+
+from examples.wordle.stream import StreamRecorder
+
+EACH = 16  # streams of a process: about half of one core's time
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What one client saw: unix times of each completion's tokens, and what interrupted it."""
+
+    times: list[list[float]]
+    interruptions: list[str]
+
+
+class Streams:
+    """``count`` clients that stream completions of 4000 tokens from ``url`` until stopped."""
+
+    def __init__(self, url: str, count: int) -> None:
+        context = mp.get_context("spawn")
+        self._children: list[tuple[Any, Connection]] = []
+        for first in range(0, count, EACH):
+            here, there = context.Pipe()
+            numbers = range(first, min(count, first + EACH))
+            child = context.Process(target=_record, args=(url, numbers, there), daemon=True)
+            self._children.append((child, here))
+
+    def __enter__(self) -> Self:
+        for child, _ in self._children:
+            child.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for child, _ in self._children:
+            child.kill()
+
+    def stop(self) -> list[Recorded]:
+        """End all streams and say what they saw."""
+        for _, pipe in self._children:
+            pipe.send("stop")
+        found: list[Recorded] = []
+        for child, pipe in self._children:
+            if not pipe.poll(120):
+                raise TimeoutError(f"no word from streaming process {child.pid} within 120 s")
+            found += pipe.recv()
+        return found
+
+
+def _record(url: str, numbers: range, pipe: Connection) -> None:
+    recorders = [StreamRecorder(url, "tiny", f"w{10 + i} w20", 4000) for i in numbers]
+    for recorder in recorders:
+        recorder.__enter__()
+    pipe.recv()
+    for recorder in recorders:
+        recorder._stop.set()  # all at once
+    for recorder in recorders:
+        recorder.stop()
+    pipe.send([Recorded([s.times for s in r.streams], r.interruptions) for r in recorders])
+    time.sleep(1)

@@ -1,0 +1,111 @@
+"""Cases that test_gpu_kernels.py runs, on the GPU or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from delta_sync.delta import diff, fold, raw
+from delta_sync.digest import tensor_key
+from delta_sync.dtypes import dtype
+from vllm_delta_plugin import gpu_stage, gpu_swap, live_digest
+from vllm_delta_plugin.commit import HostSwap
+from vllm_delta_plugin.coverage import TensorInfo, WeightMap
+from vllm_delta_plugin.gpu_stage import GpuStageBuilder
+from vllm_delta_plugin.live_storage import SIGNED, LiveStorage
+from vllm_delta_plugin.regions import make_region
+from vllm_delta_plugin.staged import StageBuilder, StageTooLargeError
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROWS, COLUMNS = 70, 90
+
+
+def one_model(device: torch.device) -> WeightMap:
+    """Three tensors of random bits (NaN and both zeros among them): whole, a column shard of two, and float32."""
+    random = np.random.default_rng(1)
+    weights = WeightMap()
+    for name, kind in (("whole", "BF16"), ("columns", "BF16"), ("wide", "F32")):
+        carrier = dtype(kind).carrier
+        bits = random.integers(0, 2 ** (8 * carrier.itemsize), ROWS * COLUMNS, carrier)
+        live = torch.from_numpy(bits.view(f"<i{carrier.itemsize}")).to(device)
+        weights.storages.append(LiveStorage(name, dtype(kind), live.view(SIGNED[carrier.itemsize])))
+        weights.tensors[name] = TensorInfo(dtype(kind), (ROWS, COLUMNS))
+    whole = make_region("whole", 0, (ROWS, COLUMNS), 0, (COLUMNS, 1), 0, (COLUMNS, 1))
+    shard = make_region("columns", 1, (ROWS, 40), 17, (COLUMNS, 1), 5, (41, 1))
+    turned = make_region("wide", 2, (ROWS, COLUMNS), 0, (COLUMNS, 1), 0, (1, ROWS))
+    weights.regions = {"whole": [whole], "columns": [shard], "wide": [turned]}
+    return weights
+
+
+def changes(seed: int):
+    """Folded deltas of every tensor: steps of any size, and bits, at disjoint positions."""
+    random = np.random.default_rng(seed)
+    folded = {}
+    for name, kind, share in (("whole", "BF16", 0.5), ("columns", "BF16", 0.05), ("wide", "F32", 0.2)):
+        carrier, size = dtype(kind).carrier, ROWS * COLUMNS
+        old = random.integers(0, 2 ** (8 * carrier.itemsize), size, carrier)
+        at = np.sort(random.choice(size, int(size * share), replace=False)).astype(np.int64)
+        new = old.copy()
+        new[at] = random.integers(0, 2 ** (8 * carrier.itemsize), at.size, carrier)
+        bits = random.integers(0, 2 ** (8 * carrier.itemsize), at[::7].size, carrier)
+        shape = (ROWS, COLUMNS)
+        folded[name] = fold([diff(name, dtype(kind), shape, old, new), raw(name, dtype(kind), shape, at[::7], bits)])
+    return folded
+
+
+def host_bits(weights: WeightMap) -> list[np.ndarray]:
+    return [storage.bits.cpu().numpy().copy() for storage in weights.storages]
+
+
+@pytest.mark.parametrize("batch", [1 << 20, 100])
+def test_staging_and_swapping(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same bits, sums and counts as on the host; the second swap takes the first one back."""
+    monkeypatch.setattr(gpu_stage, "_BATCH", batch)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    host, device = one_model(torch.device("cpu")), one_model(DEVICE)
+    before = host_bits(host)
+    here, there = StageBuilder(host, limit=2**30), GpuStageBuilder(device, limit=2**30)
+    for builder in (here, there):
+        builder.add_deltas(changes(3))
+    assert there.parts == here.parts and len(here.parts) == 3
+    assert there.changed == here.changed > 3000
+    HostSwap(here.updates()).swap(lambda: None)
+    groups = gpu_swap._groups(there, DEVICE)
+    for expected in (host_bits(host), before):
+        for group in groups:
+            group.exchange(None)
+        for got, wanted in zip(host_bits(device), expected, strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+
+def test_what_would_not_fit_is_not_uploaded() -> None:
+    builder = GpuStageBuilder(one_model(DEVICE), limit=1000)
+    with pytest.raises(StageTooLargeError):
+        builder.add_deltas(changes(3))
+
+
+@pytest.mark.parametrize(
+    ("shape", "source", "live"),
+    [
+        ((), (), ()),
+        ((6000,), (1,), (1,)),
+        ((50, 40), (90, 1), (41, 1)),
+        ((7, 11, 13), (200, 15, 1), (1, 8, 90)),
+        ((3, 5, 7, 9), (700, 100, 10, 1), (350, 70, 9, 1)),
+        ((2, 3, 2, 3, 2), (300, 80, 30, 8, 3), (100, 30, 12, 3, 1)),  # more dimensions than the kernel takes
+    ],
+)
+@pytest.mark.parametrize("kind", ["BF16", "F32"])
+def test_digest_of_a_region(kind: str, shape, source, live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_digest, "_LAUNCH", 500)
+    carrier = dtype(kind).carrier
+    bits = (
+        np.random.default_rng(2).integers(0, 2 ** (8 * carrier.itemsize), 9000, carrier).view(f"<i{carrier.itemsize}")
+    )
+    region = make_region("w", 0, shape, 2, source, 5, live)
+    memory = LiveStorage("w", dtype(kind), torch.from_numpy(bits))
+    expected = live_digest.region_digest(memory, region)
+    got = live_digest.triton_digest(memory.bits.to(DEVICE), region, tensor_key("w"), carrier.itemsize)
+    assert got == expected
+    assert live_digest.torch_digest(memory.bits.to(DEVICE), region, tensor_key("w"), carrier.itemsize) == expected

@@ -1,0 +1,192 @@
+"""Deltas made ready on the GPU itself: live bits are found, read, stepped and summed up where they are.
+
+Positions and steps cross the bus, 6 bytes a bfloat16 change; what comes back are the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from delta_sync.jit import compiled
+from delta_sync.tensor_delta import TensorDelta
+from vllm_delta_plugin.background import Pace
+from vllm_delta_plugin.gpu_kernels import BLOCK, MAX_DIMS, PIECE, stage
+from vllm_delta_plugin.live_digest import as_signed, tensor_key
+from vllm_delta_plugin.live_storage import SIGNED, LiveStorage
+from vllm_delta_plugin.regions import Region, map_positions
+from vllm_delta_plugin.staged import StageBuilder
+from vllm_delta_plugin.transfer import to_device, to_host
+
+_BATCH = 1 << 20  # changes that go to the device together
+_REACH = 2**32  # positions that a region may span, as they are sent in 32 bits
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """Staged bits (signed ``[n]``) and the absolute addresses (int64 ``[n]``) they belong to, of one element width."""
+
+    addresses: torch.Tensor
+    staged: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The changes of one delta that lie in one region: positions (int64 ``[n]``) and steps or bits (``[n]``)."""
+
+    region: Region
+    encoding: str
+    positions: npt.NDArray[np.int64]
+    values: npt.NDArray[Any]
+
+
+@dataclass
+class GpuStageBuilder(StageBuilder):
+    """A StageBuilder whose deltas meet the bits they change on the GPU only."""
+
+    on_device: list[OnDevice] = field(default_factory=list)
+
+    def add_deltas(self, deltas: Mapping[str, Sequence[TensorDelta]]) -> None:
+        """See StageBuilder."""
+        pieces: dict[int, list[Piece]] = {}
+        others: dict[str, Sequence[TensorDelta]] = {}
+        pace = Pace()
+        for name, folded in deltas.items():
+            regions = self.weights.regions.get(name, ())
+            if any(len(r.shape) > MAX_DIMS or r.src_last - r.src_offset >= _REACH for r in regions):
+                others[name] = folded
+                continue
+            for region in regions:
+                width = self.weights.storages[region.storage].dtype.itemsize
+                pieces.setdefault(width, []).extend(_inside(region, delta) for delta in folded)
+                pace()
+        super().add_deltas(others)
+        for width, found in pieces.items():
+            self._add_pieces(width, [piece for piece in found if piece.positions.size])
+
+    def _add_pieces(self, width: int, pieces: Sequence[Piece]) -> None:
+        if not pieces:
+            return
+        self._grow(sum(piece.positions.size for piece in pieces) * (8 + width))
+        ready, sums, counts = stage_on_device(pieces, self.weights.storages)
+        self.on_device.append(ready)
+        for piece, change, count in zip(pieces, sums, counts, strict=True):
+            self._note(piece.region, change, count)
+
+
+def stage_on_device(pieces: Sequence[Piece], storages: Sequence[LiveStorage]) -> tuple[OnDevice, list[int], list[int]]:
+    """Stage changes of one element width; also each piece's digest change (modulo 2**64) and how many elements differ.
+
+    Runs on the current stream, and returns when the GPU is done.
+    """
+    first = storages[pieces[0].region.storage]
+    device, width = first.bits.device, first.dtype.itemsize
+    total = sum(piece.positions.size for piece in pieces)
+    ready = OnDevice(
+        torch.empty(total, dtype=torch.int64, device=device), torch.empty(total, dtype=SIGNED[width], device=device)
+    )
+    relative = torch.empty(min(total, _BATCH), dtype=torch.int32, device=device)
+    pace, rows = Pace(), []
+    for piece in pieces:
+        rows.append(_row(piece, storages))
+        pace()
+    table = to_device(np.array(rows, np.int64).reshape(-1), device)
+    sums = torch.zeros(len(pieces), dtype=torch.int64, device=device)
+    counts = torch.zeros(len(pieces), dtype=torch.int32, device=device)
+    buffer = _Buffer(relative.numel(), SIGNED[width], device)
+    at = 0
+    for runs in _batches(pieces):
+        programs = buffer.fill(pieces, runs)
+        size = sum(stop - start for _, start, stop in runs)
+        staged = ready.staged[at : at + size]
+        buffer.upload(relative[:size], staged)
+        stage[(len(programs),)](
+            relative, ready.addresses[at : at + size], staged, to_device(programs.reshape(-1), device), table, sums,
+            counts, WIDTH=8 * width, BLOCK=BLOCK,
+        )  # fmt: skip
+        at += size
+    changes = [int(value) % 2**64 for value in to_host(sums)]
+    return ready, changes, [int(count) for count in to_host(counts)]
+
+
+Run = tuple[int, int, int]  # a piece's number, and which of its changes: from, to
+
+
+class _Buffer:
+    """Pinned memory for one batch; it may be filled again once its upload is over."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._device, pinned, self._pace = device, device.type != "cpu", Pace()
+        self._relative = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
+        self._values = torch.empty(size, dtype=dtype, pin_memory=pinned)
+
+    def fill(self, pieces: Sequence[Piece], runs: Sequence[Run]) -> npt.NDArray[np.int64]:
+        """Bring the runs together; returns (first change, end, piece) for programs that never cross into another."""
+        relative, values = self._relative.numpy().view(np.uint32), self._values.numpy()
+        rows: list[npt.NDArray[np.int64]] = []
+        at = 0
+        for number, start, stop in runs:
+            piece, end = pieces[number], at + stop - start
+            self._pace()
+            _subtract(piece.positions[start:stop], piece.region.src_offset, relative[at:end])
+            values[at:end] = piece.values[start:stop].view(values.dtype)
+            begins = np.arange(at, end, BLOCK, dtype=np.int64)
+            rows.append(np.stack([begins, np.minimum(begins + BLOCK, end), np.full_like(begins, number)], axis=1))
+            at = end
+        return np.concatenate(rows)
+
+    def upload(self, relative: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy what was filled in, and wait for the copy."""
+        relative.copy_(self._relative[: relative.numel()], non_blocking=True)
+        values.copy_(self._values[: values.numel()], non_blocking=True)
+        if self._device.type != "cpu":
+            torch.cuda.current_stream(self._device).synchronize()
+
+
+@compiled
+def _subtract(positions: Any, first: Any, out: Any) -> None:
+    for i in range(positions.size):
+        out[i] = positions[i] - first
+
+
+def _inside(region: Region, delta: TensorDelta) -> Piece:
+    """The part of a delta that lies in the region; without a copy where the region is one run of the tensor."""
+    if len(region.shape) == 0 or (len(region.shape) == 1 and region.src_strides == (1,)):
+        low, high = np.searchsorted(delta.positions, (region.src_offset, region.src_last + 1))
+        return Piece(region, delta.encoding, delta.positions[low:high], delta.values[low:high])
+    which, _ = map_positions(region, delta.positions)
+    if which.size == delta.changed:
+        return Piece(region, delta.encoding, delta.positions, delta.values)
+    return Piece(region, delta.encoding, delta.positions[which], delta.values[which])
+
+
+def _row(piece: Piece, storages: Sequence[LiveStorage]) -> list[int]:
+    """The kernel's row about a piece, see gpu_kernels.PIECE; strides that are missing are as good as 1 and 0."""
+    region, missing = piece.region, MAX_DIMS - len(piece.region.shape)
+    address, key = storages[region.storage].bits.data_ptr(), as_signed(tensor_key(region.tensor))
+    row = [address, key, int(piece.encoding == "raw"), region.src_offset, region.dst_offset]
+    row += [*region.src_strides, *[1] * missing, *region.dst_strides, *[0] * missing]
+    return row + [0] * (PIECE - len(row))
+
+
+def _batches(pieces: Sequence[Piece]) -> Iterator[list[Run]]:
+    """All changes, in order, in lists of _BATCH."""
+    runs: list[Run] = []
+    room = _BATCH
+    for number, piece in enumerate(pieces):
+        start, size = 0, piece.positions.size
+        while start < size:
+            stop = min(size, start + room)
+            runs.append((number, start, stop))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield runs
+                runs, room = [], _BATCH
+    if runs:
+        yield runs

@@ -65,6 +65,10 @@ def streams(world: World) -> list[Stream]:
     return [stream.join() for stream in opened]
 
 
+def order(world: World, action: str, key: str = ADMIN) -> Answer:
+    return world.post(f"/delta_sync/{action}", key=key)
+
+
 def spans_of(stream: Stream) -> list[dict[str, int]]:
     return stream.usage["delta_sync"]["choices"][0]
 
@@ -79,15 +83,30 @@ def test_a_stream_goes_on_over_commits_and_says_which_token_is_whose(streams: li
         assert spans[-1]["end"] == 1900
 
 
-@pytest.mark.parametrize("number", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 1, 3))])
+def piece_of(stream: Stream, size: int, number: int) -> tuple[int, list[int], list[int]]:
+    """A span's version, all tokens before it, and its own."""
+    s = spans_of(stream)[number]
+    return s["version"], PROMPT[:size] + stream.ids[: s["start"]], stream.ids[s["start"] : s["end"]]
+
+
+def test_a_span_is_what_its_version_says_when_it_is_back(world: World, streams: list[Stream]) -> None:
+    for number in (2, 1, 0):
+        for stream, size in zip(streams, SIZES, strict=True):
+            version, before, piece = piece_of(stream, size, number)
+            if world.version != version:
+                assert order(world, f"rollback?version={version}").code == 200
+            assert world.complete(len(piece), before).body["choices"][0]["token_ids"] == piece
+    assert order(world, "unpin").code == 200
+    world.server.wait_version(spans_of(streams[0])[-1]["version"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(4))
 def test_a_span_is_what_a_fresh_engine_of_its_version_says(world: World, streams: list[Stream], number: int) -> None:
-    pieces = []
-    for stream, size in zip(streams, SIZES, strict=True):
-        s = spans_of(stream)[number]
-        pieces.append((PROMPT[:size] + stream.ids[: s["start"]], stream.ids[s["start"] : s["end"]]))
-    longest = max(len(piece) for _, piece in pieces)
-    answers = world.fresh_greedy(s["version"], [before for before, _ in pieces], longest)
-    for (_, piece), answer in zip(pieces, answers, strict=True):
+    pieces = [piece_of(stream, size, number) for stream, size in zip(streams, SIZES, strict=True)]
+    longest = max(len(piece) for _, _, piece in pieces)
+    answers = world.fresh_greedy(pieces[0][0], [before for _, before, _ in pieces], longest)
+    for (_, _, piece), answer in zip(pieces, answers, strict=True):
         assert piece == answer[: len(piece)]
 
 
@@ -142,10 +161,6 @@ def test_an_exact_request_is_answered_wholly_by_that_version_or_not_at_all(world
         assert 20 <= len(chunks) < 1900
     assert witness.tokens < 1900, "both were ended at the commit, not at their last token"
     assert witness.join().error is None
-
-
-def order(world: World, action: str, key: str = ADMIN) -> Answer:
-    return world.post(f"/delta_sync/{action}", key=key)
 
 
 def ready(world: World) -> tuple[int, Any]:

@@ -10,18 +10,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from delta_sync.errors import ChainError, DeltaSyncError
+from delta_sync.errors import ChainError, DeltaSyncError, IntegrityError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest
 from delta_sync.plan import Position
 from delta_sync.way_back import plan_back
+from vllm_delta_plugin.engine_commit import RolledBack
 from vllm_delta_plugin.live import Live
 from vllm_delta_plugin.log import logger
 from vllm_delta_plugin.ranks import RankError, is_transient
 from vllm_delta_plugin.status import Status
 from vllm_delta_plugin.taker import Taker
-
-ACTIONS = ("pin", "unpin", "rollback", "reload")
 
 
 @dataclass
@@ -65,6 +64,7 @@ class Control:
     def obey(self) -> None:
         """Do the oldest command, whether or not somebody still waits for its answer."""
         command = self._queue[0]
+        answer = self._answer(500, "an unexpected error: look at the log")
         try:
             self._do(command)
             answer = self._answer(200)
@@ -73,10 +73,9 @@ class Control:
         finally:
             with self._lock:
                 self._queue.popleft()
+                if not command.future.done():
+                    command.future.set_result(answer)
         logger.info("delta sync: %s %s: %s", command.action, command.version or "", answer["error"] or "done")
-        with self._lock:
-            if not command.future.done():
-                command.future.set_result(answer)
 
     def _do(self, command: _Command) -> None:
         if command.action == "unpin":
@@ -108,7 +107,9 @@ class Control:
         """By undoing the deltas in between, else by an anchor."""
         try:
             self._taker.take(plan_back(self._ledger, target, at))
-        except (ChainError, RankError) as error:
+        except (ChainError, IntegrityError, RankError) as error:
+            if is_transient(error) or isinstance(error, RolledBack):
+                raise
             logger.info(
                 "delta sync: deltas do not lead back to version %d (%s): looking for an anchor", target.version, error
             )

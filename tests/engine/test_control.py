@@ -118,6 +118,13 @@ def test_a_store_that_fails_is_said_to_be_the_reason(replica: Replica, monkeypat
     assert order(replica, "pin")["code"] == 503
 
 
+def test_a_bug_is_answered_too(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica.ledger, "manifest", lambda *_: 1 / 0)
+    assert order(replica, "pin")["code"] == 500
+    monkeypatch.undo()
+    assert order(replica, "pin")["ok"]
+
+
 def test_a_hint_is_followed_at_once(trainer: Publisher, replica_of: Any) -> None:
     trainer.origin()
     replica = replica_of(poll=30.0).start()

@@ -8,17 +8,26 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from delta_sync.digest import state_digest
 from delta_sync.errors import FormatError, IntegrityError, NotFoundError, StoreError
 from delta_sync.limits import DEFAULT_LIMITS
 from delta_sync.manifest import AnchorRecord, Manifest, ObjectRef, TensorState
+from delta_sync.signing import sign
 from delta_sync.store.base import Store
 from delta_sync.store.keys import anchor_folder, anchor_key, check_key
 
+if TYPE_CHECKING:
+    from delta_sync.keys import SigningKey
+
 
 def attach_anchor(
-    store: Store, manifest: Manifest, files: Mapping[str, Path | bytes], tensors: Mapping[str, TensorState]
+    store: Store,
+    manifest: Manifest,
+    files: Mapping[str, Path | bytes],
+    tensors: Mapping[str, TensorState],
+    signing_key: SigningKey | None = None,
 ) -> AnchorRecord:
     """Store ``files`` as the version's anchor, its record last; IntegrityError if ``tensors`` are not the version's.
 
@@ -35,9 +44,9 @@ def attach_anchor(
     record = AnchorRecord(
         manifest.version, manifest.epoch, manifest.sha256, manifest.state_digest, refs, dict(tensors), time.time()
     )
-    record.to_bytes()  # FormatError before anything is written
+    record = sign(record, signing_key)  # FormatError before anything is written
     existing = _existing(store, key)
-    if existing is not None and replace(record, created_at=existing.created_at) == existing:
+    if existing is not None and sign(replace(record, created_at=existing.created_at), signing_key) == existing:
         record = existing
     else:
         store.delete(key)

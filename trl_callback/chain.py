@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from delta_sync.anchor_files import write_anchor_files
 from delta_sync.context_file import encode_against
@@ -21,6 +22,9 @@ from trl_callback.config import DeltaSyncConfig
 from trl_callback.healing import Refusal, acknowledged_refusal
 from trl_callback.progress import byte_bar, counted
 from trl_callback.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from delta_sync.keys import SigningKey
 
 KEPT_BYTES = 512 * 1024**2  # objects of recent versions held so that a damaged one can be put again
 
@@ -53,10 +57,16 @@ class Chain:
     """
 
     def __init__(
-        self, ledger: Ledger, snapshot: Snapshot, config: DeltaSyncConfig, sidecars: Mapping[str, bytes], step: int
+        self,
+        ledger: Ledger,
+        snapshot: Snapshot,
+        config: DeltaSyncConfig,
+        sidecars: Mapping[str, bytes],
+        step: int,
+        key: SigningKey | None = None,
     ) -> None:
         self._ledger, self._snapshot, self._config, self._sidecars = ledger, snapshot, config, sidecars
-        self._writer = Writer.open(ledger, run=config.run, writer=config.writer)
+        self._writer = Writer.open(ledger, run=config.run, writer=config.writer, key=key)
         self.previous = self._writer.previous
         self._published: list[Published] = []
         self._kept: OrderedDict[int, tuple[Manifest, bytes]] = OrderedDict()

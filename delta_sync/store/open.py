@@ -34,6 +34,11 @@ def open_store(uri: str) -> Store:
     return LocalStore(unquote(rest) if scheme == "file" else uri)
 
 
+def open_ack_store(uri: str) -> Store:
+    """The store of acknowledgements at ``uri``, with the credentials in ``DELTA_SYNC_ACK_…``, if any."""
+    return open_store(uri)
+
+
 def check_uri(uri: str) -> None:
     """StoreError, at once and without touching anything, unless ``uri`` names a store that can be opened."""
     scheme, colon, rest = uri.partition("://")

@@ -118,6 +118,14 @@ def _message(record: str, body: bytes) -> bytes:
     return f"delta-sync/{FORMAT_VERSION}/{record}".encode() + b"\0" + body
 
 
+def generate_signing_key() -> SigningKey:
+    """A new one; DeltaSyncError where the library for it is not installed."""
+    _require_library()
+    from delta_sync.keys import SigningKey
+
+    return SigningKey.generate()
+
+
 def load_signing_key(source: str) -> SigningKey:
     """From a PEM text or the path of a file with one; DeltaSyncError, never with the text in it."""
     _require_library()

@@ -69,7 +69,8 @@ class ReplicaConfig:
             _check(name, str(known[name].type), value)
         if not values.get("uri"):
             raise FormatError("delta_sync config 'uri'", expected="the run's store", got="nothing")
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        settings: dict[str, Any] = dict(values)
+        return cls(**settings | {"public_keys": tuple(settings.get("public_keys", ()))})
 
     @classmethod
     def from_json(cls, text: str) -> ReplicaConfig:

@@ -6,6 +6,7 @@ import typer
 
 from delta_sync.cli.doctor import doctor
 from delta_sync.cli.inspect import inspect
+from delta_sync.cli.keygen import keygen
 from delta_sync.cli.ledger import ledger
 from delta_sync.cli.materialize import materialize
 from delta_sync.cli.verify import verify
@@ -16,5 +17,5 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (ledger, inspect, verify, materialize, doctor):
+for command in (ledger, inspect, verify, materialize, doctor, keygen):
     app.command()(command)

@@ -38,11 +38,18 @@ class HubStore(Store):
     sends: whoever reads has to check a hash, as ``Ledger`` does.
     """
 
-    def __init__(self, place: HubPlace, *, endpoint: str | None = None, seconds: float = SECONDS) -> None:
+    def __init__(
+        self,
+        place: HubPlace,
+        *,
+        endpoint: str | None = None,
+        seconds: float = SECONDS,
+        token_from: str | None = None,
+    ) -> None:
         self.uri = place.uri
         self._top = f"{place.folder}/" if place.folder else ""
         self._seconds = seconds
-        self._client = HubClient(place.bucket, endpoint)
+        self._client = HubClient(place.bucket, endpoint, token_from)
         self._xet = XetTransfer(self._client)
         self._creating = threading.Lock()
         self._view: HubView | None = None

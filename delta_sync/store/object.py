@@ -43,15 +43,21 @@ class ObjectStore(Store):
     """
 
     def __init__(
-        self, uri: str, *, timeout: float = TIMEOUT, retries: int = RETRIES, retry_seconds: float = RETRY_SECONDS
+        self,
+        uri: str,
+        *,
+        timeout: float = TIMEOUT,
+        retries: int = RETRIES,
+        retry_seconds: float = RETRY_SECONDS,
+        own: bool = False,
     ) -> None:
         scheme, bucket, prefix = split_uri(uri)
         self.uri = f"{scheme}://{bucket}/{prefix}".rstrip("/")
         self._retries, self._retry_seconds = retries, retry_seconds
         with explained(f"open {self.uri}"):
-            self._client = connect(uri, timeout=timeout, retries=retries, retry_seconds=retry_seconds)
+            self._client = connect(uri, timeout=timeout, retries=retries, retry_seconds=retry_seconds, own=own)
             # A create that the client repeats by itself meets its own success: create() repeats, and knows.
-            self._once = connect(uri, timeout=timeout, retries=0, retry_seconds=retry_seconds)
+            self._once = connect(uri, timeout=timeout, retries=0, retry_seconds=retry_seconds, own=own)
         self._ordered = scheme != "az"  # Azure's hierarchical namespaces list folders before what else sorts there
         self._fenced: bool | None = None
         self._lock = threading.Lock()

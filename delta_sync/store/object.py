@@ -17,9 +17,9 @@ from typing import Any
 import obstore
 from obstore.exceptions import AlreadyExistsError, GenericError
 
-from delta_sync.errors import ConflictError, FormatError, IntegrityError, NotFoundError, StoreError
+from delta_sync.errors import ConflictError, IntegrityError, NotFoundError, StoreError
 from delta_sync.store.base import ObjectInfo, Store, check_range
-from delta_sync.store.keys import TEMPORARY, check_key, check_prefix
+from delta_sync.store.keys import TEMPORARY, check_key, check_prefix, is_key
 from delta_sync.store.object_client import connect, split_uri
 from delta_sync.store.object_errors import as_ours, explained
 
@@ -157,12 +157,12 @@ class ObjectStore(Store):
 
     def _listed(self, prefix: str) -> Iterator[ObjectInfo]:
         """The client lists whole folders, in key order: begin just before the prefix, and stop behind it."""
-        before = prefix[:-1] if _is_key(prefix[:-1]) else None
+        before = prefix[:-1] if is_key(prefix[:-1]) else None
         for page in obstore.list(self._client, prefix.rpartition("/")[0] or None, offset=before):
             for found in page:
                 key = found["path"]
                 if key.startswith(prefix):
-                    if _is_key(key):
+                    if is_key(key):
                         yield ObjectInfo(key, found["size"])
                 elif key > prefix and self._ordered:
                     return
@@ -278,14 +278,6 @@ def _multipart(size: int) -> dict[str, Any]:
 
 def _identity(meta: Any) -> object:
     return meta["e_tag"], meta["size"], meta["last_modified"]
-
-
-def _is_key(key: str) -> bool:
-    """Whether the contract allows this key: buckets may hold what others put there, and the probe's object."""
-    try:
-        return bool(check_key(key))
-    except FormatError:
-        return False
 
 
 def _whole(key: str, expected: int, data: bytes) -> bytes:

@@ -1,6 +1,6 @@
 """Writes the signed records: ``python make.py FOLDER`` (refuses an existing one: golden files are added, never replaced).
 
-Records of the golden run, signed with the key whose seed is the bytes 0 to 31; it is no secret.
+Records of the golden run, signed with a key that is no secret: its seed is the bytes 0 to 31.
 """
 
 from __future__ import annotations

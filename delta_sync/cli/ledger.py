@@ -117,21 +117,10 @@ def _on_chain(ack: Ack, chain: Chain) -> bool | None:
 
 
 def _versions_table(versions: list[dict[str, Any]]) -> Table:
-    columns: tuple[str, ...] = (
-        ">version",
-        "kind",
-        ">epoch",
-        ">steps",
-        ">age",
-        ">changed",
-        ">%",
-        ">bytes",
-        "parent",
-        "anchor",
-    )
+    columns = [">version", "kind", ">epoch", ">steps", ">age", ">changed", ">%", ">bytes", "parent", "anchor"]
     rows = [_version_row(version) for version in versions]
     if any(version["signed_by"] for version in versions):
-        columns = (*columns, "signed by")
+        columns.append("signed by")
         rows = [[*row, version["signed_by"] or "-"] for row, version in zip(rows, versions, strict=True)]
     return Table("versions", columns, rows)
 

@@ -1,4 +1,4 @@
-"""Writes the signed records: ``python make.py FOLDER`` (refuses an existing one: golden files are added, never replaced).
+"""Writes the signed records: ``python make.py FOLDER`` refuses one that exists: golden files are never replaced.
 
 Records of the golden run, signed with a key that is no secret: its seed is the bytes 0 to 31.
 """

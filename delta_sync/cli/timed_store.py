@@ -19,9 +19,9 @@ Result = TypeVar("Result")
 class TimedStore(Store):
     """The store behind a URI; StoreError ``seconds`` after a call began, later by what its bytes take at 1 MiB/s."""
 
-    def __init__(self, uri: str, seconds: float = SECONDS) -> None:
+    def __init__(self, uri: str, seconds: float = SECONDS, *, opened: Callable[[str], Store] = open_store) -> None:
         self.uri, self._seconds = redact_uri(uri), seconds
-        self.inner = self._timed("open", 0, lambda: open_store(uri))
+        self.inner = self._timed("open", 0, lambda: opened(uri))
         self.uri = self.inner.uri
 
     def put(self, key: str, data: bytes | memoryview) -> None:

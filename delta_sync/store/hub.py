@@ -20,7 +20,7 @@ from delta_sync.store.hub_tree import list_files
 from delta_sync.store.hub_uri import HubPlace
 from delta_sync.store.hub_view import HubView
 from delta_sync.store.hub_xet import GoneError, XetFile, XetTransfer
-from delta_sync.store.keys import check_key, check_prefix
+from delta_sync.store.keys import check_key, check_prefix, is_key
 
 SECONDS = 60.0  # for one call, retries included, beside the time that its bytes take
 SLOWEST = 1e6  # bytes per second that a transfer must reach
@@ -38,11 +38,18 @@ class HubStore(Store):
     sends: whoever reads has to check a hash, as ``Ledger`` does.
     """
 
-    def __init__(self, place: HubPlace, *, endpoint: str | None = None, seconds: float = SECONDS) -> None:
+    def __init__(
+        self,
+        place: HubPlace,
+        *,
+        endpoint: str | None = None,
+        seconds: float = SECONDS,
+        token_from: str | None = None,
+    ) -> None:
         self.uri = place.uri
         self._top = f"{place.folder}/" if place.folder else ""
         self._seconds = seconds
-        self._client = HubClient(place.bucket, endpoint)
+        self._client = HubClient(place.bucket, endpoint, token_from)
         self._xet = XetTransfer(self._client)
         self._creating = threading.Lock()
         self._view: HubView | None = None
@@ -104,7 +111,8 @@ class HubStore(Store):
         files = view.starting(start) if view else None
         if files is None:
             files = list_files(self._client, start, self._deadline(), f"list {prefix}* in {self.uri}")
-        return (ObjectInfo(path[len(self._top) :], files[path].size) for path in sorted(files))
+        keys = ((path[len(self._top) :], files[path].size) for path in sorted(files))
+        return (ObjectInfo(key, size) for key, size in keys if is_key(key))
 
     def delete(self, key: str) -> None:
         """Remove one object; removing a missing one is not an error."""

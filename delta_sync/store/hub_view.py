@@ -163,7 +163,9 @@ class HubView:
         if name != "changes" or not isinstance(payload.get("changes"), list):
             return
         for change in (change for change in payload["changes"] if isinstance(change, dict)):
-            path, op = change.get("path", ""), change.get("op")
+            path, op = change.get("path"), change.get("op")
+            if not isinstance(path, str):
+                continue
             if op == "delete":
                 self.note(path, None)
             elif (file := self._described(change)) is not None:

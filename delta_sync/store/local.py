@@ -29,7 +29,8 @@ _REMEDIES = {
     errno.EISDIR: "use keys of which none is a folder of another",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
 }
-_READ_AT_ONCE = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO's open would wait for somebody who writes
+# A FIFO's open would wait for somebody who writes; a link may have been put there since the path was looked at.
+_READ_AT_ONCE = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 

@@ -414,3 +414,22 @@ def test_an_answer_that_makes_no_sense_is_one_of_our_errors(hub, uri, where, hea
         store.get("a", max_bytes=10**6)
         list(store.list(""))
     assert "hf_test" not in str(caught.value)
+
+
+ESCAPING = ["run/../../etc/passwd", "run//a", "run/", "run/./a", "run/a\\..\\b", "run/a\nb", "run/.delta-sync-tmp-x"]
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_keys_that_lead_out_are_in_no_listing(hub, uri, follows):
+    """Whatever a Hub, or somebody who writes to the bucket with other tools, has there."""
+    rows = [{"type": "file", "path": path, "size": 5, "xetHash": "ab" * 32} for path in (*ESCAPING, "run/good")]
+    store = quick(uri, 5)
+    hub.faults.add("status", "tree", status=200, headers=JSON, text=json.dumps(rows))
+    if follows:
+        store.follow()
+        deadline = time.monotonic() + 10
+        while not store._view.answers:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert [info.key for info in store.list("")] == ["good"]
+    store.close()

@@ -21,6 +21,7 @@ import random
 import threading
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from delta_sync.ack import ACK_BYTES, Ack
 from delta_sync.errors import ChainError, FormatError, IntegrityError, NotFoundError
@@ -45,6 +46,9 @@ from delta_sync.store.keys import (
     parse_epoch_key,
 )
 
+if TYPE_CHECKING:
+    from delta_sync.store.cache import ObjectCache
+
 log = logging.getLogger(__name__)
 
 
@@ -63,8 +67,15 @@ class Ledger:
     call changes nothing: the next one starts from what was last known to be good.
     """
 
-    def __init__(self, store: Store, limits: Limits = DEFAULT_LIMITS, *, relist_seconds: float = 1.0) -> None:
-        self.store, self.limits = store, limits
+    def __init__(
+        self,
+        store: Store,
+        limits: Limits = DEFAULT_LIMITS,
+        *,
+        relist_seconds: float = 1.0,
+        cache: ObjectCache | None = None,
+    ) -> None:
+        self.store, self.limits, self._cache = store, limits, cache
         self._relist_seconds = relist_seconds
         self._listed: tuple[float, Head | None] = (-math.inf, None)  # when, and what HEAD said then
         self._seen: Manifest | None = None
@@ -207,6 +218,8 @@ class Ledger:
 
     def read_object(self, ref: ObjectRef) -> bytes:
         """One object's bytes, checked: IntegrityError if size or sha256 differ, NotFoundError if it is missing."""
+        if self._cache is not None:
+            return self._cache.read(ref, self.store)
         data = self.store.get(ref.key, max_bytes=ref.size)
         expect(f"size of object {ref.key}", ref.size, len(data))
         expect(f"sha256 of object {ref.key}", ref.sha256, hashlib.sha256(data).hexdigest())

@@ -8,6 +8,7 @@ from delta_sync.cli.doctor import doctor
 from delta_sync.cli.inspect import inspect
 from delta_sync.cli.ledger import ledger
 from delta_sync.cli.materialize import materialize
+from delta_sync.cli.mirror import mirror
 from delta_sync.cli.verify import verify
 
 app = typer.Typer(
@@ -16,5 +17,5 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (ledger, inspect, verify, materialize, doctor):
+for command in (ledger, inspect, verify, materialize, mirror, doctor):
     app.command()(command)

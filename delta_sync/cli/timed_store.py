@@ -56,6 +56,10 @@ class TimedStore(Store):
         """Remove one object; removing a missing one is not an error."""
         self._timed(f"delete {key} in", 0, lambda: self.inner.delete(key))
 
+    def follow(self) -> None:
+        """Say that this reader will look often."""
+        self.inner.follow()
+
     def _timed(self, doing: str, count: int, call: Callable[[], Result]) -> Result:
         seconds = self._seconds + count / SLOWEST
         try:

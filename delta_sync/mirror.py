@@ -80,6 +80,7 @@ class Mirror:
         self._tried = ""  # sha256 of the newest version that was gone through
         self._hint = "", _NEVER  # sha256 of the manifest that the target's HEAD names, and when it was written
         self._attached: dict[str, int] = {}  # records that are there, with their sizes
+        self._anchors: set[AnchorRef] | None = None  # the source's, asked for once a pass where damage is met
         self._looked = self._rechecked = _NEVER
 
     @property
@@ -101,7 +102,7 @@ class Mirror:
         due = bool(self.damage) or time.monotonic() - self._rechecked > RECHECK_SECONDS
         if self.damage:
             self.damage, self._tried = {}, ""
-        self._looked = _NEVER
+        self._looked, self._anchors = _NEVER, None
         if not self._copy_newest():
             return False
         if due:
@@ -181,26 +182,36 @@ class Mirror:
             between()
             if self._stop.is_set():
                 raise Stopped
-            manifest = None
-            try:
-                if (manifest := self._reader.at(name.key, sha256)) is None:
-                    raise NotFoundError(f"object {name.key}", expected="a manifest", got="none, a moment later")
-                self._check_fence(manifest)
-                for ref in manifest.objects if whole else ():
-                    self._target.put_object(ref)
-            except DAMAGE as error:
-                self._note(error)
-                whole = False
-            if manifest is None or not (whole or self._copy_anchor_first(manifest)):
-                whole = False
-                continue
-            whole = True
-            self._publish(manifest)
+            manifest = self._read(name, sha256)
+            whole = manifest is not None and self._copy_weights(manifest, whole)
+            if manifest and whole:
+                self._publish(manifest)
         self._write_head(0.0)
 
-    def _check_fence(self, manifest: Manifest) -> None:
-        if self._target.claimed(self._claimed + 1):
-            self._copy_claims(manifest)  # the source's too, or it is a trainer's who publishes there
+    def _read(self, name: ManifestName, sha256: str) -> Manifest | None:
+        """A manifest of the source; None, with the damage noted, if it is not to be had any more."""
+        try:
+            if (found := self._reader.at(name.key, sha256)) is None:
+                raise NotFoundError(f"object {name.key}", expected="a manifest", got="none, a moment later")
+        except DAMAGE as error:
+            self._note(error)
+            return None
+        return found
+
+    def _copy_weights(self, manifest: Manifest, whole: bool) -> bool:
+        """Copy a version's objects or, to lead past damage in or before them, its anchor; False if neither can be."""
+        if whole:
+            if self._target.claimed(self._claimed + 1):
+                self._copy_claims(manifest)  # the source's too, or it is a trainer's who publishes there
+            try:
+                for ref in manifest.objects:
+                    self._target.put_object(ref)
+                return True
+            except DAMAGE as error:
+                self._note(error)
+        if self._anchors is None:
+            self._anchors = set(self._source.anchors())
+        return _place(manifest) in self._anchors and self._attach(ANCHOR, anchor_key(manifest.version, manifest.epoch))
 
     def _publish(self, manifest: Manifest) -> None:
         self._target.put_manifest(manifest)
@@ -225,11 +236,6 @@ class Mirror:
                 continue
             if self._attach(kind, info.key, self._copy_newest):
                 self._attached[info.key] = info.size
-
-    def _copy_anchor_first(self, manifest: Manifest) -> bool:
-        """Whether complete weights lead past damage to this version: they are there before it is visible."""
-        key = anchor_key(manifest.version, manifest.epoch)
-        return _place(manifest) in self._source.anchors() and self._attach(ANCHOR, key)
 
     def _attach(self, kind: Kind, key: str, between: Callable[[], object] = _nothing) -> bool:
         """Copy a record and before it what it names; False, with the damage noted, if that is not to be had."""

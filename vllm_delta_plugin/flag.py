@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from delta_sync.errors import FormatError
@@ -17,7 +18,7 @@ _ENDPOINTS = "vllm.endpoint_plugins"
 
 
 def add_arguments(parser: Any) -> None:
-    """Add the two flags; the logprobs default becomes None so that "not set by the user" can be told."""
+    """Add the flags; the logprobs default becomes None so that "not set by the user" can be told."""
     group = parser.add_argument_group("delta-sync", "Sparse, bit-exact weight sync from a trainer's bucket.")
     group.add_argument(
         "--delta-sync",
@@ -31,6 +32,12 @@ def add_arguments(parser: Any) -> None:
         metavar="JSON",
         default=None,
         help='More settings as a JSON object, for example \'{"replica": "a", "read_back": true}\'.',
+    )
+    group.add_argument(
+        "--delta-sync-cache",
+        metavar="DIR",
+        default=None,
+        help="Download each object once for all ranks and engines of this machine that name this folder.",
     )
     parser.set_defaults(logprobs_mode=None)
 
@@ -66,13 +73,18 @@ def _active_by_default() -> list[str]:
 
 def _config_from(args: Namespace) -> ReplicaConfig | None:
     uri, more = getattr(args, "delta_sync", None), getattr(args, "delta_sync_config", None)
+    cache = getattr(args, "delta_sync_cache", None)
     if uri is None and more is None:
+        if cache is not None:
+            raise FormatError("--delta-sync-cache", expected="--delta-sync beside it", got="none")
         return None
     values = parse_json(more, "--delta-sync-config") if more else {}
     if not isinstance(values, dict):
         raise FormatError("--delta-sync-config", expected="a JSON object", got=type(values).__name__)
     if uri is not None and values.get("uri", uri) != uri:
         raise FormatError("--delta-sync-config 'uri'", expected="the same URI as --delta-sync", got="another")
+    if cache is not None:
+        values["cache"] = str(Path(cache).absolute())  # each rank is a process of its own
     config = ReplicaConfig.from_mapping({**values, "uri": uri or values.get("uri")})
     check_uri(config.uri)  # before an engine is started for it
     return config

@@ -11,6 +11,7 @@ that anchor, then what is older. Between any two objects newer versions go first
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,13 +24,14 @@ from delta_sync.limits import DEFAULT_LIMITS
 from delta_sync.manifest import Manifest
 from delta_sync.manifest_reader import ManifestReader, expect
 from delta_sync.mirror_target import MirrorTarget
-from delta_sync.records import Epoch
+from delta_sync.records import RECORD_BYTES, Epoch, Head
 from delta_sync.store.base import Store
 from delta_sync.store.cache import ObjectCache
-from delta_sync.store.keys import MANIFESTS, ManifestName, anchor_key, epoch_key
+from delta_sync.store.keys import HEAD, MANIFESTS, ManifestName, anchor_key, epoch_key
 
 DAMAGE = (ChainError, FormatError, IntegrityError, NotFoundError)
 RECHECK_SECONDS = 60.0  # between two looks for what is missing below the newest version, or was attached anew
+LIST_POLLS = 5  # looks for a newer version between two for new attachments, which are listed
 HINT_SECONDS = 1.0  # between two writes of HEAD while many versions are copied
 _NEVER = -float("inf")
 
@@ -81,7 +83,7 @@ class Mirror:
         self._hint = "", _NEVER  # sha256 of the manifest that the target's HEAD names, and when it was written
         self._attached: dict[str, int] = {}  # records that are there, with their sizes
         self._anchors: set[AnchorRef] | None = None  # the source's, asked for once a pass where damage is met
-        self._looked = self._rechecked = _NEVER
+        self._looked = self._rechecked = self._listed = _NEVER
 
     @property
     def written(self) -> tuple[int, int]:
@@ -107,7 +109,9 @@ class Mirror:
             return False
         if due:
             self._attached.clear()
-        self._copy_attachments()
+        if due or time.monotonic() - self._listed >= LIST_POLLS * self._poll:
+            self._copy_attachments()
+            self._listed = time.monotonic()
         if due:
             self._copy_older()
             self._copy_attachments()
@@ -223,8 +227,18 @@ class Mirror:
     def _write_head(self, seconds: float) -> None:
         sha256, when = self._hint
         if self.reached is not None and self.reached.sha256 != sha256 and time.monotonic() - when >= seconds:
-            self._target.put_head(self.reached)
+            self._target.put_head(self._head_of(self.reached))
             self._hint = self.reached.sha256, time.monotonic()
+
+    def _head_of(self, manifest: Manifest) -> bytes:
+        """HEAD as the trainer wrote it, which may say more than we know, if it names this version; else one of ours."""
+        m = manifest
+        ours = Head(m.run, m.epoch, m.writer, m.version, m.sha256)
+        with contextlib.suppress(*DAMAGE):
+            data = self._source.store.get(HEAD, max_bytes=RECORD_BYTES)
+            if Head.from_bytes(data) == ours:
+                return data
+        return ours.to_bytes()
 
     # --- what hangs on versions
 

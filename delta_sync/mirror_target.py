@@ -10,7 +10,7 @@ from delta_sync.attachments import Attachment
 from delta_sync.errors import ConflictError, FormatError, IntegrityError, NotFoundError, StoreError
 from delta_sync.limits import Limits
 from delta_sync.manifest import Manifest, ObjectRef
-from delta_sync.records import RECORD_BYTES, Epoch, Head
+from delta_sync.records import RECORD_BYTES, Epoch
 from delta_sync.store.base import Store
 from delta_sync.store.cache import ObjectCache, pieces
 from delta_sync.store.keys import EPOCHS, HEAD, MANIFESTS, ManifestName, epoch_key, parse_epoch_key, parse_manifest_key
@@ -81,10 +81,9 @@ class MirrorTarget:
             raise self._taken(manifest.key, f"sha256 {manifest.sha256[:16]}…")
         self._put(manifest.key, data)  # damaged here: nobody else's
 
-    def put_head(self, manifest: Manifest) -> None:
-        """Point HEAD at a version that is here."""
-        m = manifest
-        self._put(HEAD, Head(m.run, m.epoch, m.writer, m.version, m.sha256).to_bytes())
+    def put_head(self, data: bytes) -> None:
+        """Write the hint to a version that is here."""
+        self._put(HEAD, data)
 
     def begin(self, attachment: Attachment) -> bool:
         """Whether an attachment is to be written; another record of its name, which must not name these, goes first."""

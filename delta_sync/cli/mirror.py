@@ -74,7 +74,10 @@ def _watch(copies: Sequence[Copying], stop: threading.Event, shown: _Shown | Non
         if stop.wait(SHOWN_SECONDS if shown else 0.1):
             end = min(end, time.monotonic() + END_SECONDS)
             time.sleep(0.05)
-    return [copy.line() for copy in copies]
+    lines = [copy.line() for copy in copies]
+    if shown:
+        shown.update(lines)
+    return lines
 
 
 class _Shown:

@@ -120,13 +120,12 @@ def test_it_follows_a_trainer_until_a_signal_ends_it(run, tmp_path):
         until(lambda: versions(tmp_path / "copy") == 6)
         for seed in range(5, 8):
             run.keep(run.publisher.step(seed))
-        until(lambda: versions(tmp_path / "copy") == 9)
+        said = iter(json.loads(line) for line in process.stdout)
+        line = next(line for line in said if (line["state"], line["version"]) == ("current", 9))
+        assert line["newest"] == 9
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=60)
     finally:
         process.kill()
     assert (process.returncode, err) == (0, "")
-    said = [json.loads(line) for line in out.splitlines()]
-    assert said[-1]["state"] == "current"
-    assert said[-1]["version"] == 9
     assert files(tmp_path / "copy") == files(run.folder)

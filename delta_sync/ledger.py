@@ -64,7 +64,8 @@ class Ledger:
     """Reads one run's manifests, anchors, objects and acknowledgements; may be shared by threads.
 
     Every method raises StoreError where the store fails. Nothing read is believed before it is checked, and a failed
-    call changes nothing: the next one starts from what was last known to be good.
+    call changes nothing: the next one starts from what was last known to be good. Objects are read by way of
+    ``cache``, if there is one.
     """
 
     def __init__(

@@ -31,6 +31,7 @@ from delta_sync.store.keys import HEAD, MANIFESTS, ManifestName, anchor_key, epo
 
 DAMAGE = (ChainError, FormatError, IntegrityError, NotFoundError)
 RECHECK_SECONDS = 60.0  # between two looks for what is missing below the newest version, or was attached anew
+ASIDE_SECONDS = 600.0
 LIST_POLLS = 5  # looks for a newer version between two for new attachments, which are listed
 HINT_SECONDS = 1.0  # between two writes of HEAD while many versions are copied
 _NEVER = -float("inf")
@@ -77,7 +78,8 @@ class Mirror:
         self.damage: dict[str, DeltaSyncError] = {}
         self._opened = False
         self._have: set[ManifestName] = set()  # the target's manifests
-        self._aside: set[ManifestName] = set()  # at the source, but none of the run's
+        self._aside: set[ManifestName] = set()  # at the source, but none of the run's; forgotten now and then
+        self._aside_since = _NEVER
         self._claimed = 0  # the newest epoch whose claim was copied
         self._tried = ""  # sha256 of the newest version that was gone through
         self._hint = "", _NEVER  # sha256 of the manifest that the target's HEAD names, and when it was written
@@ -143,6 +145,8 @@ class Mirror:
 
     def _copy_older(self) -> None:
         """Fill in what the target lacks below its newest version: of a first copy, or what was damaged then."""
+        if time.monotonic() - self._aside_since > ASIDE_SECONDS:  # a listing may have been behind
+            self._aside, self._aside_since = set(), time.monotonic()
         bottom = min((name.version for name in self._have), default=0) if self._from_anchor else 0
         names = {name for name in self._reader.names(MANIFESTS) if name.version >= bottom}
         lacking = names - self._have - self._aside
@@ -204,9 +208,9 @@ class Mirror:
 
     def _copy_weights(self, manifest: Manifest, whole: bool) -> bool:
         """Copy a version's objects or, to lead past damage in or before them, its anchor; False if neither can be."""
+        if self._target.claimed(self._claimed + 1):
+            self._copy_claims(manifest)  # the source's too, or it is a trainer's who publishes there
         if whole:
-            if self._target.claimed(self._claimed + 1):
-                self._copy_claims(manifest)  # the source's too, or it is a trainer's who publishes there
             try:
                 for ref in manifest.objects:
                     self._target.put_object(ref)

@@ -87,10 +87,10 @@ class MirrorTarget:
 
     def begin(self, attachment: Attachment) -> bool:
         """Whether an attachment is to be written; another record of its name, which must not name these, goes first."""
-        there = self._get(attachment.key)
-        if there is not None and there != attachment.data:
+        same = self._same(attachment.key, attachment.data)
+        if same is False:
             self.store.delete(attachment.key)
-        return there != attachment.data
+        return not same
 
     def finish(self, attachment: Attachment) -> None:
         """Write an attachment's record, now that all its objects are there, and nothing else in its folder."""
@@ -108,21 +108,24 @@ class MirrorTarget:
         try:
             self.store.create(key, data)
         except (ConflictError, StoreError) as error:
-            before: bytes | None = None
-            for _ in range(LOOKS):  # a read that was spoilt on its way must not look like another's object
-                there = self._get(key)
-                if there is None:
-                    raise error if isinstance(error, StoreError) else _vanished(key) from error
-                if there == data:
-                    return True
-                if there == before:
-                    return False
-                before = there
-            raise StoreError(
-                f"object {key}", expected="the same at each read", got="others", remedy="try again"
-            ) from None
+            same = self._same(key, data)
+            if same is None:
+                raise error if isinstance(error, StoreError) else _vanished(key) from error
+            return same
         self._count(len(data))
         return True
+
+    def _same(self, key: str, data: bytes) -> bool | None:
+        """Whether the object is ``data``, None without one; a read spoilt on its way must not look like another's."""
+        before: bytes | None = None
+        for _ in range(LOOKS):
+            there = self._get(key)
+            if there is None or there == data:
+                return None if there is None else True
+            if there == before:
+                return False
+            before = there
+        raise StoreError(f"object {key}", expected="the same at each read", got="others", remedy="try again")
 
     def _put(self, key: str, data: bytes) -> None:
         self.store.put(key, data)

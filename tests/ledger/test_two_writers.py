@@ -20,7 +20,7 @@ HUB = ("HF_ENDPOINT", "HF_TOKEN", "HF_HOME", "HF_XET_CACHE")
 DELTAS = 8
 
 
-@pytest.fixture(params=["local", "s3", "hub", "hub, answers late"])
+@pytest.fixture(params=["local", "s3", "hub", pytest.param("hub, answers late", marks=pytest.mark.long)])
 def place(request, tmp_path):
     """A run's URI, the environment that leads to it, and whether the store prevents what it can only detect else."""
     if request.param == "local":

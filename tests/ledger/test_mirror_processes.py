@@ -139,6 +139,23 @@ def test_from_s3_to_the_hub(hub, hub_bucket, proxy, bucket, tmp_path):
     check_reader(run, target)
 
 
+def test_what_a_mirror_costs_in_requests(proxy, moto, bucket, tmp_path):
+    """The numbers of docs/STORES.md."""
+    run = a_run(LocalStore(tmp_path / "source"), tmp_path / "files")
+    bucket_uri = f"s3://{bucket}/run"
+    onto = Mirror(run.store, open_store(bucket_uri), ObjectCache(tmp_path / "cache"), poll=1000)
+    assert onto.copy()
+    run.delta()
+    proxy.requests.clear()
+    assert onto.copy()
+    assert proxy.counts() == {"GET": 1, "PUT": 3}
+    away = Mirror(open_store(bucket_uri), LocalStore(tmp_path / "away"), ObjectCache(tmp_path / "cache"), poll=1000)
+    assert away.copy()
+    proxy.requests.clear()
+    assert away.copy()
+    assert proxy.counts() == {"GET": 2, "HEAD": 1}
+
+
 def test_several_destinations_share_one_download_and_one_that_hangs_holds_up_no_other(proxy, bucket, tmp_path):
     run = a_run(LocalStore(tmp_path / "source"), tmp_path / "files")
     proxy.rule = lambda _: Fault(hang=30)

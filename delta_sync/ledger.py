@@ -21,6 +21,7 @@ import random
 import threading
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from delta_sync.ack import ACK_BYTES, Ack
 from delta_sync.errors import ChainError, FormatError, IntegrityError, NotFoundError
@@ -49,6 +50,9 @@ from delta_sync.store.keys import (
     parse_fold_key,
 )
 
+if TYPE_CHECKING:
+    from delta_sync.store.cache import ObjectCache
+
 log = logging.getLogger(__name__)
 
 
@@ -75,7 +79,7 @@ class Ledger:
     Every method raises StoreError where the store fails. Nothing read is believed before it is checked, and a failed
     call changes nothing: the next one starts from what was last known to be good. With pinned ``keys`` what none of
     them signed is refused (SignatureError, a FormatError). Acknowledgements are in ``acks`` if they have a store of
-    their own, so that ``store`` need not be writable.
+    their own, so that ``store`` need not be writable. Objects are read by way of ``cache``, if there is one.
     """
 
     def __init__(
@@ -86,8 +90,9 @@ class Ledger:
         relist_seconds: float = 1.0,
         keys: PublicKeys | None = None,
         acks: Store | None = None,
+        cache: ObjectCache | None = None,
     ) -> None:
-        self.store, self.limits, self.keys, self.acks = store, limits, keys, acks or store
+        self.store, self.limits, self.keys, self.acks, self._cache = store, limits, keys, acks or store, cache
         self._relist_seconds = relist_seconds
         self._listed: tuple[float, Head | None] = (-math.inf, None)  # when, and what HEAD said then
         self._seen: Manifest | None = None
@@ -264,6 +269,8 @@ class Ledger:
 
     def read_object(self, ref: ObjectRef) -> bytes:
         """One object's bytes, checked: IntegrityError if size or sha256 differ, NotFoundError if it is missing."""
+        if self._cache is not None:
+            return self._cache.read(ref, self.store)
         data = self.store.get(ref.key, max_bytes=ref.size)
         expect(f"size of object {ref.key}", ref.size, len(data))
         expect(f"sha256 of object {ref.key}", ref.sha256, hashlib.sha256(data).hexdigest())

@@ -26,6 +26,8 @@ class ReplicaConfig:
     poll: shortest time between two looks at the store. retry: longest time between two tries after a refusal.
     stage_timeout: longest time one version may take to stage. stage_bytes: most memory it may take on a rank (default:
     a share of what is free); an anchor that needs more is loaded in place while the engine is paused.
+    cache: a folder that the engines of one machine share, so that each object is downloaded once; cache_gib: most that
+    is kept there.
     audit_commits, audit_period: a full scan of live memory finishes once per so many commits, or after so long.
     fault: faults to inject, for tests only; passed to the workers as it is.
     """
@@ -40,6 +42,8 @@ class ReplicaConfig:
     retry: float = 5.0
     stage_timeout: float = 1800.0
     stage_bytes: int | None = None
+    cache: str | None = None
+    cache_gib: float = 64.0
     audit_commits: int = 32
     audit_period: float = 600.0
     fault: Mapping[str, Any] = field(default_factory=dict)

@@ -6,6 +6,7 @@ import os
 from argparse import Namespace
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from delta_sync.errors import FormatError
@@ -15,7 +16,12 @@ from vllm_delta_plugin.config import ADDITIONAL_CONFIG, ENVIRONMENT, ReplicaConf
 
 WORKER_EXTENSION = "vllm_delta_plugin.worker_extension.DeltaSyncWorkerExtension"
 PLUGIN = "delta_sync"
-_FLAGS = {"delta_sync": "uri", "delta_sync_public_key": "public_keys", "delta_sync_ack_uri": "ack_uri"}
+_FLAGS = {
+    "delta_sync": "uri",
+    "delta_sync_public_key": "public_keys",
+    "delta_sync_ack_uri": "ack_uri",
+    "delta_sync_cache": "cache",
+}
 _ENDPOINTS = "vllm.endpoint_plugins"
 
 
@@ -47,6 +53,12 @@ def add_arguments(parser: Any) -> None:
         metavar="JSON",
         default=None,
         help='More settings as a JSON object, for example \'{"replica": "a", "read_back": true}\'.',
+    )
+    group.add_argument(
+        "--delta-sync-cache",
+        metavar="DIR",
+        default=None,
+        help="Download each object once for all ranks and engines of this machine that name this folder.",
     )
     parser.set_defaults(logprobs_mode=None)
 
@@ -95,17 +107,20 @@ def _config_from(args: Namespace) -> ReplicaConfig | None:
             what = f"--delta-sync-config {name!r}"
             raise FormatError(what, expected=f"the same as --{flag.replace('_', '-')}", got="another")
         values[name] = given
+        if "uri" not in values:  # the first flag
+            raise FormatError(f"--{flag.replace('_', '-')}", expected="--delta-sync beside it", got="none")
     config = ReplicaConfig.from_mapping(values)
     return _checked(config)  # before an engine is started for it
 
 
 def _checked(config: ReplicaConfig) -> ReplicaConfig:
-    """The config with its keys read from their files: the engine's process may not find or may not open them."""
+    """The config with keys read from their files and an absolute cache: the engine's processes may be elsewhere."""
     check_uri(config.uri)
     if config.ack_uri is not None:
         check_uri(config.ack_uri)
     keys = load_public_keys(config.public_keys)
-    return replace(config, public_keys=keys.texts if keys else ())
+    cache = None if config.cache is None else str(Path(config.cache).absolute())
+    return replace(config, public_keys=keys.texts if keys else (), cache=cache)
 
 
 def _set_worker_extension(args: Namespace) -> None:

@@ -11,6 +11,7 @@ from delta_sync.cli.inspect import inspect
 from delta_sync.cli.keygen import keygen
 from delta_sync.cli.ledger import ledger
 from delta_sync.cli.materialize import materialize
+from delta_sync.cli.mirror import mirror
 from delta_sync.cli.verify import verify
 
 app = typer.Typer(
@@ -19,5 +20,5 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (ledger, inspect, verify, materialize, compact, gc, doctor, keygen):
+for command in (ledger, inspect, verify, materialize, compact, gc, mirror, doctor, keygen):
     app.command()(command)

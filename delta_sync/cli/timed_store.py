@@ -56,6 +56,14 @@ class TimedStore(Store):
         """Remove one object; removing a missing one is not an error."""
         self._timed(f"delete {key} in", 0, lambda: self.inner.delete(key))
 
+    def written_at(self, key: str) -> float | None:
+        """When the store says that an object was written; None if it does not say."""
+        return self._timed(f"look at {key} in", 0, lambda: self.inner.written_at(key))
+
+    def follow(self) -> None:
+        """Say that this reader will look often."""
+        self.inner.follow()
+
     def _timed(self, doing: str, count: int, call: Callable[[], Result]) -> Result:
         seconds = self._seconds + count / SLOWEST
         try:

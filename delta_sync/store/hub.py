@@ -16,7 +16,7 @@ from delta_sync.errors import ConflictError, IntegrityError, NotFoundError, Stor
 from delta_sync.store.attempts import Deadline
 from delta_sync.store.base import ObjectInfo, Store, check_range
 from delta_sync.store.hub_client import HubClient
-from delta_sync.store.hub_tree import list_files
+from delta_sync.store.hub_tree import list_files, uploaded_at
 from delta_sync.store.hub_uri import HubPlace
 from delta_sync.store.hub_view import HubView
 from delta_sync.store.hub_xet import GoneError, XetFile, XetTransfer
@@ -130,6 +130,15 @@ class HubStore(Store):
             self._view = view = HubView(self._client, self._top)
             view.start()
             weakref.finalize(self, view.stop)
+
+    @property
+    def listens(self) -> bool:
+        """Whether this follower is told of changes at once, by the event feed; without it the folder is listed."""
+        return self._view is not None and self._view.listens
+
+    def written_at(self, key: str) -> float | None:
+        """When an object was written, by the Hub's clock."""
+        return uploaded_at(self._client, self._path(key), self._deadline(), self._doing("look at", key))
 
     def close(self) -> None:
         """Stop following."""

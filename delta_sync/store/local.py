@@ -103,6 +103,11 @@ class LocalStore(Store):
             path.unlink()
             _sync_folder(path.parent)
 
+    def written_at(self, key: str) -> float | None:
+        """When an object was written, by the file system's clock."""
+        with _explained(f"look at object {key} in {self.uri}"):
+            return self._path(key).stat().st_mtime
+
     def _path(self, key: str) -> Path:
         path = self.root / check_key(key)
         real = os.path.realpath(path)

@@ -141,6 +141,12 @@ class ObjectStore(Store):
         with contextlib.suppress(NotFoundError), self._explained("delete", key):
             obstore.delete(self._client, key)
 
+    def written_at(self, key: str) -> float | None:
+        """When an object was written, by the server's clock, to the second."""
+        check_key(key)
+        with self._explained("look at", key):
+            return obstore.head(self._client, key)["last_modified"].timestamp()
+
     # --- reading
 
     def _get(self, key: str, max_bytes: int) -> bytes:

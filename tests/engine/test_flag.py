@@ -132,6 +132,15 @@ def test_more_settings_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config == ReplicaConfig(uri="runs/a", replica="r1", read_back=True, poll=1)
 
 
+def test_a_cache_for_all_ranks_and_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    parse("--delta-sync", "runs/a", "--delta-sync-cache", "here", "--delta-sync-config", '{"cache_gib": 8}')
+    config = find_config(None, environment(monkeypatch))
+    assert config == ReplicaConfig(uri="runs/a", cache=str(tmp_path / "here"), cache_gib=8)
+    with pytest.raises(FormatError, match="--delta-sync-cache"):
+        parse("--delta-sync-cache", "here")
+
+
 @pytest.mark.parametrize(
     ("more", "names"),
     [

@@ -12,6 +12,7 @@ from delta_sync.errors import (
     IntegrityError,
     MappingError,
     NotFoundError,
+    SignatureError,
     StoreError,
     SyncTimeoutError,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "MappingError",
     "NotFoundError",
     "ObjectRef",
+    "SignatureError",
     "StoreError",
     "SyncTimeoutError",
     "TensorDelta",

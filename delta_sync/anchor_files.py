@@ -17,6 +17,7 @@ from delta_sync.dtypes import DType, dtype
 from delta_sync.errors import FormatError, IntegrityError
 from delta_sync.limits import Limits
 from delta_sync.manifest import AnchorRecord, ObjectRef
+from delta_sync.strict_json import clip
 
 if TYPE_CHECKING:
     from delta_sync.ledger import Ledger
@@ -192,7 +193,9 @@ def _wanted_of(ledger: Ledger, record: AnchorRecord, ref: ObjectRef, left: set[s
         state = record.tensors.get(name)
         if state is None or (state.dtype, state.shape) != (kind.name, shape):
             expected = "no such tensor" if state is None else f"{state.dtype} {list(state.shape)}"
-            raise IntegrityError(f"tensor {name!r} in {ref.key}", expected=expected, got=f"{kind.name} {list(shape)}")
+            raise IntegrityError(
+                f"tensor {clip(name)!r} in {ref.key}", expected=expected, got=f"{kind.name} {list(shape)}"
+            )
         if name in left:
             left.remove(name)
             yield name, kind, shape, bits
@@ -206,8 +209,8 @@ def _shards(ledger: Ledger, record: AnchorRecord, wanted: set[str]) -> list[Obje
         return shards
     document = parse_json(ledger.read_object(index), index.key)
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(weight_map, dict):
-        raise FormatError(index.key, expected="a weight_map", got="none")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise FormatError(index.key, expected="a weight_map of file names", got="none")
     files = {weight_map.get(name) for name in wanted}
     return [ref for ref in shards if ref.key.rpartition("/")[2] in files]
 
@@ -226,7 +229,7 @@ def parse_shard(data: bytes, what: str, limits: Limits) -> Iterator[Tensor]:
     for name, kind, shape, start, end in sorted(entries, key=lambda entry: entry[3:]):
         if 8 + length + start != at or end - start != math.prod(shape) * kind.itemsize or 8 + length + end > len(data):
             raise FormatError(
-                f"tensor {name!r} of {what}", expected="its shape's bytes, without holes", got=[start, end]
+                f"tensor {clip(name)!r} of {what}", expected="its shape's bytes, without holes", got=[start, end]
             )
         yield name, kind, shape, np.frombuffer(data, kind.carrier, math.prod(shape), at)
         at = 8 + length + end
@@ -236,8 +239,12 @@ def parse_shard(data: bytes, what: str, limits: Limits) -> Iterator[Tensor]:
 
 def _entry(name: str, entry: Any, what: str) -> tuple[str, DType, tuple[int, ...], int, int]:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise FormatError(f"tensor {name!r} of {what}", expected="dtype, shape and data_offsets", got=repr(entry)[:100])
+        raise FormatError(
+            f"tensor {clip(name)!r} of {what}", expected="dtype, shape and data_offsets", got=repr(entry)[:100]
+        )
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not is_sizes(shape) or not is_sizes(offsets) or len(offsets) != 2:
-        raise FormatError(f"tensor {name!r} of {what}", expected="sizes that are not negative", got=repr(entry)[:100])
+        raise FormatError(
+            f"tensor {clip(name)!r} of {what}", expected="sizes that are not negative", got=repr(entry)[:100]
+        )
     return name, dtype(entry["dtype"]), tuple(shape), offsets[0], offsets[1]

@@ -7,22 +7,31 @@ import hashlib
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from delta_sync.digest import state_digest
 from delta_sync.errors import FormatError, IntegrityError, NotFoundError, StoreError
 from delta_sync.limits import DEFAULT_LIMITS
 from delta_sync.manifest import AnchorRecord, Manifest, ObjectRef, TensorState
+from delta_sync.signing import sign
 from delta_sync.store.base import Store
 from delta_sync.store.keys import anchor_folder, anchor_key, check_key
+
+if TYPE_CHECKING:
+    from delta_sync.keys import SigningKey
 
 Content = Path | bytes
 
 
 def attach_anchor(
-    store: Store, manifest: Manifest, files: Mapping[str, Content], tensors: Mapping[str, TensorState]
+    store: Store,
+    manifest: Manifest,
+    files: Mapping[str, Content],
+    tensors: Mapping[str, TensorState],
+    signing_key: SigningKey | None = None,
 ) -> AnchorRecord:
     """Store ``files`` as the version's anchor in one go; raises what AnchorUpload raises, and leaves nothing then."""
-    upload = AnchorUpload(store, manifest, files, tensors)
+    upload = AnchorUpload(store, manifest, files, tensors, signing_key)
     try:
         for name, content in files.items():
             upload.put(name, content)
@@ -42,13 +51,19 @@ class AnchorUpload:
     """
 
     def __init__(
-        self, store: Store, manifest: Manifest, names: Collection[str], tensors: Mapping[str, TensorState]
+        self,
+        store: Store,
+        manifest: Manifest,
+        names: Collection[str],
+        tensors: Mapping[str, TensorState],
+        signing_key: SigningKey | None = None,
     ) -> None:
         if (got := state_digest(tensors)) != manifest.state_digest:
             raise IntegrityError(f"anchor of version {manifest.version}", expected=manifest.state_digest, got=got)
         if "anchor.json" in names or not any(name.endswith(".safetensors") for name in names):
             raise FormatError("files of an anchor", expected="safetensors, and no anchor.json", got=sorted(names))
         self._store, self.manifest, self._tensors = store, manifest, dict(tensors)
+        self._signing_key = signing_key
         self._folder = anchor_folder(manifest.version, manifest.epoch)
         self._key = anchor_key(manifest.version, manifest.epoch)
         self._missing = {check_key(self._folder + name) for name in names}
@@ -96,7 +111,8 @@ class AnchorUpload:
 
     def _same_but_for_files(self, record: AnchorRecord) -> bool:
         ours = self._record()
-        same = (record.manifest, record.state_digest, record.tensors) == (
+        signed = sign(record, self._signing_key) == record
+        same = signed and (record.manifest, record.state_digest, record.tensors) == (
             ours.manifest,
             ours.state_digest,
             ours.tensors,
@@ -105,9 +121,10 @@ class AnchorUpload:
 
     def _record(self) -> AnchorRecord:
         version, refs = self.manifest, tuple(self._refs[key] for key in sorted(self._refs))
-        return AnchorRecord(
+        record = AnchorRecord(
             version.version, version.epoch, version.sha256, version.state_digest, refs, self._tensors, time.time()
         )
+        return sign(record, self._signing_key)
 
     def _read_existing(self) -> AnchorRecord | None:
         """The anchor that is there; one that cannot be read is as good as none, as it is about to be replaced."""

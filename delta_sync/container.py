@@ -68,7 +68,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise FormatError("JSON object", expected="unique keys", got=f"{twice!r} twice")
+        raise FormatError("JSON object", expected="unique keys", got=f"{twice[:100]!r} twice")
     return result
 
 
@@ -89,7 +89,7 @@ def _streams(header: dict[str, Any], body: memoryview) -> dict[str, memoryview]:
     for name, entry in header.items():
         size = _stream_size(name, entry, at)
         if size > len(body) - at:
-            raise FormatError(f"stream {name!r}", expected=f"to end by byte {len(body)}", got=at + size)
+            raise FormatError(f"stream {name[:100]!r}", expected=f"to end by byte {len(body)}", got=at + size)
         streams[name] = body[at : at + size]
         at += size
     if at != len(body):
@@ -99,11 +99,11 @@ def _streams(header: dict[str, Any], body: memoryview) -> dict[str, memoryview]:
 
 def _stream_size(name: str, entry: object, at: int) -> int:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"} or entry["dtype"] != "U8":
-        raise FormatError(f"stream {name!r}", expected="a U8 tensor entry", got=repr(entry)[:100])
+        raise FormatError(f"stream {name[:100]!r}", expected="a U8 tensor entry", got=repr(entry)[:100])
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not is_sizes(shape) or len(shape) != 1 or not is_sizes(offsets) or offsets != [at, at + shape[0]]:
         expected = f"shape [n] and data_offsets [{at}, {at} + n]"
-        raise FormatError(f"stream {name!r}", expected=expected, got=repr(entry)[:100])
+        raise FormatError(f"stream {name[:100]!r}", expected=expected, got=repr(entry)[:100])
     return int(shape[0])
 
 

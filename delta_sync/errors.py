@@ -32,6 +32,10 @@ class FormatError(DeltaSyncError):
     action = "reject"
 
 
+class SignatureError(FormatError):
+    """A record that none of the pinned keys signed: reject it, whatever else is right about it."""
+
+
 class IntegrityError(DeltaSyncError):
     """Size, hash or digest differ from what the manifest promises: fetch again, then re-anchor."""
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, encode_delta
 from delta_sync.errors import ChainError
 from delta_sync.manifest import FoldRecord, Manifest, ObjectRef, TensorState
+from delta_sync.signing import sign
 from delta_sync.store.base import Store
 from delta_sync.store.keys import fold_key, fold_object_key
 from delta_sync.tensor_delta import TensorDelta
+
+if TYPE_CHECKING:
+    from delta_sync.keys import SigningKey
 
 
 def attach_fold(
@@ -20,6 +25,7 @@ def attach_fold(
     target: Manifest,
     deltas: Sequence[TensorDelta],
     tensors: Mapping[str, TensorState],
+    signing_key: SigningKey | None = None,
 ) -> FoldRecord:
     """Store ``deltas``, which turn ``base``'s bits into ``target``'s, as one object, and its record last.
 
@@ -35,7 +41,7 @@ def attach_fold(
         sha256 = hashlib.sha256(data).hexdigest()
         refs = (ObjectRef(fold_object_key(target.version, target.epoch, base.version, sha256), len(data), sha256),)
         store.put(refs[0].key, data)
-    record = FoldRecord(
+    bare = FoldRecord(
         run=target.run,
         version=target.version,
         epoch=target.epoch,
@@ -48,5 +54,6 @@ def attach_fold(
         codec=DEFAULT_CODEC,
         created_at=time.time(),
     )
+    record = sign(bare, signing_key)
     store.put(fold_key(target.version, target.epoch, base.version), record.to_bytes())
     return record

@@ -21,6 +21,7 @@ import random
 import threading
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from delta_sync.ack import ACK_BYTES, Ack
 from delta_sync.errors import ChainError, FormatError, IntegrityError, NotFoundError
@@ -30,7 +31,8 @@ from delta_sync.manifest_reader import ManifestReader, expect
 from delta_sync.newest import newest_listed, walk_forward
 from delta_sync.plan import Plan, Position
 from delta_sync.planner import build_plan
-from delta_sync.records import RECORD_BYTES, Epoch, Head
+from delta_sync.records import RECORD_BYTES, Epoch, Head, read_epoch
+from delta_sync.signing import PublicKeys
 from delta_sync.store.base import Store
 from delta_sync.store.keys import (
     ANCHORS,
@@ -47,6 +49,9 @@ from delta_sync.store.keys import (
     parse_epoch_key,
     parse_fold_key,
 )
+
+if TYPE_CHECKING:
+    from delta_sync.store.cache import ObjectCache
 
 log = logging.getLogger(__name__)
 
@@ -72,15 +77,26 @@ class Ledger:
     """Reads one run's manifests, anchors, objects and acknowledgements; may be shared by threads.
 
     Every method raises StoreError where the store fails. Nothing read is believed before it is checked, and a failed
-    call changes nothing: the next one starts from what was last known to be good.
+    call changes nothing: the next one starts from what was last known to be good. With pinned ``keys`` what none of
+    them signed is refused (SignatureError, a FormatError). Acknowledgements are in ``acks`` if they have a store of
+    their own, so that ``store`` need not be writable. Objects are read by way of ``cache``, if there is one.
     """
 
-    def __init__(self, store: Store, limits: Limits = DEFAULT_LIMITS, *, relist_seconds: float = 1.0) -> None:
-        self.store, self.limits = store, limits
+    def __init__(
+        self,
+        store: Store,
+        limits: Limits = DEFAULT_LIMITS,
+        *,
+        relist_seconds: float = 1.0,
+        keys: PublicKeys | None = None,
+        acks: Store | None = None,
+        cache: ObjectCache | None = None,
+    ) -> None:
+        self.store, self.limits, self.keys, self.acks, self._cache = store, limits, keys, acks or store, cache
         self._relist_seconds = relist_seconds
         self._listed: tuple[float, Head | None] = (-math.inf, None)  # when, and what HEAD said then
         self._seen: Manifest | None = None
-        self._reader = ManifestReader(store, limits)
+        self._reader = ManifestReader(store, limits, keys)
 
     # --- the newest version
 
@@ -102,6 +118,8 @@ class Ledger:
         if found is None:
             self._listed = (time.monotonic(), hint)
             found = newest_listed(self._reader)
+        if seen is not None and found is not None and found.run != seen.run:
+            raise _two_runs(seen, found)
         if seen is not None and (found is None or _order(found) < _order(seen)):
             found = seen
         if found is not None and found is not seen and hint is not None and hint.key == found.key:
@@ -223,6 +241,8 @@ class Ledger:
         except NotFoundError:
             return None
         record = AnchorRecord.from_bytes(data, limits=self.limits)
+        if self.keys is not None:
+            self.keys.check(AnchorRecord, data, key)
         for what in ("version", "epoch", "state_digest"):
             expect(f"{key}: {what}", getattr(manifest, what), getattr(record, what))
         expect(f"{key}: manifest", manifest.sha256, record.manifest)
@@ -241,6 +261,8 @@ class Ledger:
         except NotFoundError:
             return None
         record = FoldRecord.from_bytes(data, limits=self.limits)
+        if self.keys is not None:
+            self.keys.check(FoldRecord, data, key)
         for what in ("run", "version", "epoch", "state_digest"):
             expect(f"{key}: {what}", getattr(manifest, what), getattr(record, what))
         expect(f"{key}: manifest", manifest.sha256, record.manifest)
@@ -249,6 +271,8 @@ class Ledger:
 
     def read_object(self, ref: ObjectRef) -> bytes:
         """One object's bytes, checked: IntegrityError if size or sha256 differ, NotFoundError if it is missing."""
+        if self._cache is not None:
+            return self._cache.read(ref, self.store)
         data = self.store.get(ref.key, max_bytes=ref.size)
         expect(f"size of object {ref.key}", ref.size, len(data))
         expect(f"sha256 of object {ref.key}", ref.sha256, hashlib.sha256(data).hexdigest())
@@ -256,14 +280,14 @@ class Ledger:
 
     def acknowledge(self, ack: Ack) -> None:
         """Write what a replica says about itself, replacing what it said before."""
-        self.store.put(ack.key, ack.to_bytes())
+        self.acks.put(ack.key, ack.to_bytes())
 
     def acknowledgements(self) -> dict[str, Ack]:
         """What each replica last said, by replica; unreadable ones are left out with a warning in the log."""
         found = {}
-        for info in self.store.list(REPLICAS):
+        for info in self.acks.list(REPLICAS):
             try:
-                ack = Ack.from_bytes(self.store.get(info.key, max_bytes=ACK_BYTES))
+                ack = Ack.from_bytes(self.acks.get(info.key, max_bytes=ACK_BYTES))
                 expect(f"key of {info.key}", ack.key, info.key)
                 found[ack.replica] = ack
             except (FormatError, IntegrityError, NotFoundError) as error:
@@ -275,15 +299,18 @@ class Ledger:
         return sorted(epoch for info in self.store.list(EPOCHS) if (epoch := parse_epoch_key(info.key)))
 
     def epoch(self, epoch: int) -> Epoch:
-        """Who claimed an epoch; NotFoundError if nobody did, FormatError if the claim is damaged."""
-        return Epoch.from_bytes(self.store.get(epoch_key(epoch), max_bytes=RECORD_BYTES))
+        """Who claimed an epoch, signed or not; NotFoundError if nobody did; FormatError, IntegrityError."""
+        return read_epoch(self.store, epoch)
 
     # --- the watch
 
     def _hint(self) -> Head | None:
-        """HEAD, or None where it is missing or damaged: a hint that cannot be read is no hint."""
+        """HEAD, or None where it is missing or damaged: a hint that cannot be read, or is not signed, is no hint."""
         try:
-            return Head.from_bytes(self.store.get(HEAD, max_bytes=RECORD_BYTES))
+            data = self.store.get(HEAD, max_bytes=RECORD_BYTES)
+            if self.keys is not None:
+                self.keys.check(Head, data, HEAD)
+            return Head.from_bytes(data)
         except (NotFoundError, FormatError, IntegrityError):
             return None
 
@@ -304,3 +331,10 @@ class Ledger:
 
 def _order(manifest: Manifest) -> tuple[int, int]:
     return manifest.epoch, manifest.version
+
+
+def _two_runs(seen: Manifest, found: Manifest) -> ChainError:
+    return ChainError(
+        found.key, expected=f"a version of run {seen.run}, whose {seen.key} is still there", got=f"run {found.run}",
+        remedy="give each run a folder of its own, and remove what was copied into this one",
+    )  # fmt: skip

@@ -13,8 +13,9 @@ from typing import Literal, cast
 from delta_sync.dtypes import DTYPES
 from delta_sync.errors import FormatError
 from delta_sync.limits import DEFAULT_LIMITS, Limits
+from delta_sync.signing import Signable, Signature, read_signature, record_json
 from delta_sync.store.keys import MAX_EPOCH, MAX_VERSION, anchor_folder, check_key, fold_folder, manifest_key
-from delta_sync.strict_json import FORMAT_VERSION, HEX16, Fields, clip, dumps, loads
+from delta_sync.strict_json import HEX16, Fields, clip, dumps, loads
 
 Kind = Literal["origin", "delta"]
 PromptCache = Literal["all", "new_session", "none"]
@@ -41,13 +42,15 @@ class ObjectRef:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(Signable):
     """One version.
 
     An *origin* starts a chain: no base, no objects, ``tensors`` lists every tensor.
     A *delta* changes ``base_version`` by its ``objects``; ``tensors`` lists only the tensors it touches.
     Complete weights are never part of a manifest: an AnchorRecord attaches them to a version.
     """
+
+    RECORD = "manifest"
 
     run: str
     epoch: int
@@ -67,6 +70,7 @@ class Manifest:
     prompt_cache: PromptCache
     created_at: float  # unix seconds, information only
     extra: Mapping[str, object] = field(default_factory=dict)  # unknown keys are kept, never acted on
+    signature: Signature | None = None  # over all the rest; delta_sync/signing.py
 
     def to_bytes(self) -> bytes:
         """Canonical JSON (sorted keys, no spaces, UTF-8); FormatError if the values are not a valid manifest."""
@@ -79,13 +83,11 @@ class Manifest:
         return data
 
     def _canonical(self) -> bytes:
-        known = {name: getattr(self, name) for name in Manifest.__dataclass_fields__}
-        known |= {"format_version": FORMAT_VERSION, "tensors": tensors_to_json(self.tensors)}
-        known["objects"] = [asdict(ref) for ref in self.objects]
-        extra = known.pop("extra")
-        if overlap := sorted(known.keys() & extra.keys()):
+        known = record_json(self, objects=_objects_json(self.objects), tensors=tensors_to_json(self.tensors))
+        del known["extra"]
+        if overlap := sorted(_KNOWN & self.extra.keys()):
             raise FormatError("manifest: extra keys", expected="keys that the format does not define", got=overlap)
-        return dumps(extra | known)
+        return dumps({**self.extra, **known})
 
     @classmethod
     def from_bytes(cls, data: bytes, *, limits: Limits = DEFAULT_LIMITS) -> Manifest:
@@ -113,13 +115,15 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class AnchorRecord:
+class AnchorRecord(Signable):
     """Complete weights attached to a version: ``anchors/{version:012d}-{epoch:06d}/anchor.json``, written last.
 
     The folder is an ordinary sharded Hugging Face checkpoint (config, tokenizer, index, shards);
     ``objects`` lists every file in it with size and sha256, ``manifest`` is the version's manifest sha256.
     Keys that the format does not define are ignored.
     """
+
+    RECORD = "anchor"
 
     version: int
     epoch: int
@@ -128,11 +132,11 @@ class AnchorRecord:
     objects: tuple[ObjectRef, ...]
     tensors: Mapping[str, TensorState]
     created_at: float
+    signature: Signature | None = None
 
     def to_bytes(self) -> bytes:
         """Canonical JSON; FormatError if the values are not a valid record."""
-        known = asdict(self) | {"format_version": FORMAT_VERSION, "tensors": tensors_to_json(self.tensors)}
-        data = dumps(known)
+        data = dumps(record_json(self, objects=_objects_json(self.objects), tensors=tensors_to_json(self.tensors)))
         AnchorRecord.from_bytes(data)
         return data
 
@@ -149,6 +153,7 @@ class AnchorRecord:
             objects=_objects(fields, limits),
             tensors=_tensors(fields, limits),
             created_at=fields.number("created_at"),
+            signature=read_signature(fields),
         )
         folder = anchor_folder(record.version, record.epoch)
         for ref in record.objects:
@@ -158,13 +163,15 @@ class AnchorRecord:
 
 
 @dataclass(frozen=True)
-class FoldRecord:
+class FoldRecord(Signable):
     """The deltas from one version to a later one as one: ``folds/{version:012d}-{epoch:06d}/{base:012d}.json``.
 
     ``objects`` turn the bits of ``base_version``, whose manifest has sha256 ``base_manifest``, into those of
     ``version``, whose manifest has sha256 ``manifest``; ``tensors`` is the state after it of those they touch.
     Keys that the format does not define are ignored.
     """
+
+    RECORD = "fold"
 
     run: str
     version: int
@@ -177,11 +184,11 @@ class FoldRecord:
     tensors: Mapping[str, TensorState]
     codec: str
     created_at: float
+    signature: Signature | None = None
 
     def to_bytes(self) -> bytes:
         """Canonical JSON; FormatError if the values are not a valid record."""
-        known = asdict(self) | {"format_version": FORMAT_VERSION, "tensors": tensors_to_json(self.tensors)}
-        data = dumps(known)
+        data = dumps(record_json(self, objects=_objects_json(self.objects), tensors=tensors_to_json(self.tensors)))
         FoldRecord.from_bytes(data)
         return data
 
@@ -202,6 +209,7 @@ class FoldRecord:
             tensors=_tensors(fields, limits),
             codec=fields.name("codec"),
             created_at=fields.number("created_at"),
+            signature=read_signature(fields),
         )
         if record.base_version >= record.version:
             fields.fail("base_version", f"a version before {record.version}", record.base_version)
@@ -218,6 +226,10 @@ def tensors_to_json(tensors: Mapping[str, TensorState]) -> dict[str, object]:
         name: {"dtype": state.dtype, "shape": list(state.shape), "digest": f"{state.digest:016x}"}
         for name, state in tensors.items()
     }
+
+
+def _objects_json(objects: tuple[ObjectRef, ...]) -> list[dict[str, object]]:
+    return [asdict(ref) for ref in objects]
 
 
 def tensors_from_json(value: object, what: str, *, limits: Limits = DEFAULT_LIMITS) -> dict[str, TensorState]:
@@ -250,6 +262,7 @@ def _read_manifest(data: bytes, limits: Limits) -> Manifest:
         prompt_cache=cast(PromptCache, fields.choice("prompt_cache", ("all", "new_session", "none"))),
         created_at=fields.number("created_at"),
         extra={key: value for key, value in fields.value.items() if key not in _KNOWN},
+        signature=read_signature(fields),
     )
     _check_kind(fields, manifest)
     return manifest

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from delta_sync.errors import FormatError, IntegrityError, NotFoundError
 from delta_sync.limits import Limits
 from delta_sync.manifest import Manifest
+from delta_sync.signing import PublicKeys
 from delta_sync.store.base import Store
 from delta_sync.store.keys import ManifestName, manifest_key, manifest_prefix, parse_manifest_key
 
@@ -18,10 +19,13 @@ CACHED_REFUSALS = 64
 
 
 class ManifestReader:
-    """Reads manifests of one store; the newest few hundred are kept, as they never change. Safe to share by threads."""
+    """Reads manifests of one store; the newest few hundred are kept, as they never change. Safe to share by threads.
 
-    def __init__(self, store: Store, limits: Limits) -> None:
-        self.store, self.limits = store, limits
+    With pinned ``keys`` a manifest that none of them signed is a SignatureError, as if it were damaged.
+    """
+
+    def __init__(self, store: Store, limits: Limits, keys: PublicKeys | None = None) -> None:
+        self.store, self.limits, self.keys = store, limits, keys
         self._cache: OrderedDict[str, Manifest] = OrderedDict()
         self._refused: OrderedDict[str, FormatError] = OrderedDict()  # damaged bytes are not parsed at every look
         self._lock = threading.Lock()
@@ -53,7 +57,7 @@ class ManifestReader:
         found = hashlib.sha256(data).hexdigest()
         if sha256 is not None:
             expect(f"sha256 of {key}", sha256, found)
-        manifest = self._parse(data, found)
+        manifest = self._parse(key, data, found)
         expect("key of a manifest", manifest.key, key)
         self._keep(manifest)
         return manifest
@@ -69,12 +73,15 @@ class ManifestReader:
         """sha256 hex of a listed manifest's bytes, whatever they are."""
         return hashlib.sha256(self.store.get(name.key, max_bytes=self.limits.manifest_bytes)).hexdigest()
 
-    def _parse(self, data: bytes, sha256: str) -> Manifest:
+    def _parse(self, key: str, data: bytes, sha256: str) -> Manifest:
         with self._lock:
             if error := self._refused.get(sha256):
                 raise copy.copy(error)
         try:
-            return Manifest.from_bytes(data, limits=self.limits)
+            manifest = Manifest.from_bytes(data, limits=self.limits)
+            if self.keys is not None:
+                self.keys.check(Manifest, data, key)
+            return manifest
         except FormatError as error:
             with self._lock:
                 self._refused[sha256] = copy.copy(error)

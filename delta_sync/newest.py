@@ -5,8 +5,8 @@ from __future__ import annotations
 from delta_sync.errors import ChainError
 from delta_sync.manifest import Manifest
 from delta_sync.manifest_reader import ManifestReader
-from delta_sync.records import RECORD_BYTES, Epoch, Head
-from delta_sync.store.keys import MANIFESTS, ManifestName, epoch_key, manifest_key
+from delta_sync.records import Head, read_epoch
+from delta_sync.store.keys import MANIFESTS, ManifestName, manifest_key
 
 
 def walk_forward(reader: ManifestReader, seen: Manifest, hint: Head | None) -> Manifest | None:
@@ -50,7 +50,7 @@ def _of_claimant(reader: ManifestReader, branch: list[ManifestName]) -> list[Man
     if len(writers) == 1:
         return branch
     epoch = branch[0].epoch
-    holder = Epoch.from_bytes(reader.store.get(epoch_key(epoch), max_bytes=RECORD_BYTES)).writer
+    holder = read_epoch(reader.store, epoch, reader.keys).writer
     if holder not in writers:
         raise ChainError(
             f"epoch {epoch}", expected=f"manifests of {holder}, who claimed it", got=f"those of {writers}",

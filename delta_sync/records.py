@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
+from delta_sync.errors import IntegrityError
+from delta_sync.signing import PublicKeys, Signable, Signature, read_signature, record_json
+from delta_sync.store.base import Store
 from delta_sync.store.keys import MAX_EPOCH, MAX_VERSION, epoch_key, manifest_key
-from delta_sync.strict_json import FORMAT_VERSION, Fields, dumps, loads
+from delta_sync.strict_json import Fields, dumps, loads
 
 RECORD_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
-class Head:
+class Head(Signable):
     """``HEAD.json``: a hint to the newest version, replaced after each commit; nobody may rely on it."""
+
+    RECORD = "head"
 
     run: str
     epoch: int
     writer: str
     version: int
     manifest: str  # sha256 hex of the manifest's bytes
+    signature: Signature | None = None
 
     @property
     def key(self) -> str:
@@ -27,7 +33,7 @@ class Head:
 
     def to_bytes(self) -> bytes:
         """Canonical JSON."""
-        return dumps(asdict(self) | {"format_version": FORMAT_VERSION})
+        return dumps(record_json(self))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Head:
@@ -40,17 +46,21 @@ class Head:
             writer=fields.name("writer"),
             version=fields.integer("version", 1, MAX_VERSION),
             manifest=fields.sha256("manifest"),
+            signature=read_signature(fields),
         )
 
 
 @dataclass(frozen=True)
-class Epoch:
+class Epoch(Signable):
     """``epochs/{epoch:06d}.json``: one writer's claim, created once and never replaced."""
+
+    RECORD = "epoch"
 
     run: str
     epoch: int
     writer: str
     created_at: float  # unix seconds, information only
+    signature: Signature | None = None
 
     @property
     def key(self) -> str:
@@ -59,7 +69,7 @@ class Epoch:
 
     def to_bytes(self) -> bytes:
         """Canonical JSON."""
-        return dumps(asdict(self) | {"format_version": FORMAT_VERSION})
+        return dumps(record_json(self))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Epoch:
@@ -71,4 +81,17 @@ class Epoch:
             epoch=fields.integer("epoch", 1, MAX_EPOCH),
             writer=fields.name("writer"),
             created_at=fields.number("created_at"),
+            signature=read_signature(fields),
         )
+
+
+def read_epoch(store: Store, epoch: int, keys: PublicKeys | None = None) -> Epoch:
+    """One epoch's claim; FormatError, IntegrityError if it is another epoch's, SignatureError if not by ``keys``."""
+    key = epoch_key(epoch)
+    data = store.get(key, max_bytes=RECORD_BYTES)
+    claim = Epoch.from_bytes(data)
+    if claim.key != key:
+        raise IntegrityError(f"key of {key}", expected=claim.key, got=key, remedy="stop whoever else writes there")
+    if keys is not None:
+        keys.check(Epoch, data, key)
+    return claim

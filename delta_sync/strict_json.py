@@ -13,6 +13,7 @@ from delta_sync.errors import FormatError
 
 T = TypeVar("T")
 FORMAT_VERSION = 1
+HEX128 = re.compile(r"[0-9a-f]{128}")
 HEX64 = re.compile(r"[0-9a-f]{64}")
 HEX16 = re.compile(r"[0-9a-f]{16}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

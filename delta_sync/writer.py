@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from delta_sync.anchor_writer import AnchorUpload, Content, attach_anchor
 from delta_sync.digest import model_fingerprint, state_digest
@@ -25,8 +26,12 @@ from delta_sync.ledger import Ledger
 from delta_sync.manifest import AnchorRecord, Kind, Manifest, ObjectRef, PromptCache, TensorState
 from delta_sync.plan import Position
 from delta_sync.records import RECORD_BYTES, Epoch, Head
+from delta_sync.signing import sign
 from delta_sync.store.base import Store
 from delta_sync.store.keys import HEAD, delta_key, manifest_prefix, parse_manifest_key
+
+if TYPE_CHECKING:
+    from delta_sync.keys import SigningKey
 
 CLAIM_ATTEMPTS = 100
 log = logging.getLogger(__name__)
@@ -37,29 +42,41 @@ class Writer:
 
     ``previous`` is the version that this epoch continues, ``head`` the newest committed one (None in an empty run).
     ``head_error`` is why the HEAD hint could not be written last time, or None; the next commit writes it again.
+    With ``key`` every record that it writes is signed.
     """
 
-    def __init__(self, ledger: Ledger, claim: Epoch, previous: Manifest | None, base: Position | None) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        claim: Epoch,
+        previous: Manifest | None,
+        base: Position | None,
+        key: SigningKey | None = None,
+    ) -> None:
         self.ledger, self.claim, self.previous, self.head = ledger, claim, previous, previous
         self.head_error: StoreError | None = None
+        self._key = key
         self._base = base  # where the next version attaches; known even if the manifest there cannot be read
         self._attempt: Epoch | None = None  # a claim whose answer was lost
         self._tensors: dict[str, TensorState] | None = None
         self._lock = threading.RLock()
 
     @classmethod
-    def open(cls, ledger: Ledger, run: str | None = None, writer: str | None = None) -> Writer:
+    def open(
+        cls, ledger: Ledger, run: str | None = None, writer: str | None = None, *, key: SigningKey | None = None
+    ) -> Writer:
         """Claim a new epoch and continue the run; ConflictError if the store holds another run than ``run``.
 
-        Where the run's newest version is damaged, ``previous`` is None and an origin goes on after it.
+        Where the run's newest version is damaged, or not signed with a key that ``ledger`` pins, ``previous`` is None
+        and an origin goes on after it.
         """
-        claim = _claim_epoch(ledger, run, writer or default_writer())
+        claim = _claim_epoch(ledger, run, writer or default_writer(), key)
         try:
             previous = ledger.head()
         except (ChainError, FormatError, IntegrityError) as error:
             log.warning("the run's newest version cannot be read, an origin will follow it: %s", error)
-            return cls(ledger, claim, None, ledger.highest_listed())
-        return cls(ledger, claim, previous, Position(previous.version, previous.sha256) if previous else None)
+            return cls(ledger, claim, None, ledger.highest_listed(), key)
+        return cls(ledger, claim, previous, Position(previous.version, previous.sha256) if previous else None, key)
 
     @property
     def run(self) -> str:
@@ -149,7 +166,7 @@ class Writer:
         so that an interrupted call leaves no anchor; call it again.
         """
         self._check_fence()
-        record = attach_anchor(self._store, manifest, files, tensors)
+        record = attach_anchor(self._store, manifest, files, tensors, self._key)
         self._restore(manifest)
         return record
 
@@ -158,7 +175,7 @@ class Writer:
     ) -> AnchorUpload:
         """The same file by file, with commits in between: ``put`` each of ``names``, then ``finish_anchor``."""
         self._check_fence()
-        return AnchorUpload(self._store, manifest, names, tensors)
+        return AnchorUpload(self._store, manifest, names, tensors, self._key)
 
     def finish_anchor(self, upload: AnchorUpload) -> AnchorRecord:
         """Make a complete upload visible; raises what ``attach_anchor`` raises."""
@@ -196,7 +213,7 @@ class Writer:
         head = self.head
         if head is None:
             return
-        hint = Head(head.run, head.epoch, head.writer, head.version, head.sha256)
+        hint = sign(Head(head.run, head.epoch, head.writer, head.version, head.sha256), self._key)
         try:
             self._store.put(HEAD, hint.to_bytes())
             self.head_error = None
@@ -224,19 +241,24 @@ class Writer:
         return after
 
     def _create(self, manifest: Manifest) -> Manifest:
-        """Make the manifest durable, whatever became of an earlier attempt to."""
+        """Sign the manifest and make it durable, whatever became of an earlier attempt to."""
+        manifest = sign(manifest, self._key)
         existing = _create_or_read(self._store, manifest.key, manifest.to_bytes(), self.ledger.limits.manifest_bytes)
         if existing is None:
             return manifest
         earlier = _parse_or_none(existing)
-        if earlier is not None and replace(earlier, created_at=manifest.created_at) == manifest:
+        if earlier is not None and self._same_but_for_time(earlier, manifest):
             return earlier  # an earlier attempt whose answer was lost had succeeded
         # Lost too, but with other contents: the caller has moved on. A higher epoch takes this version over.
-        self._attempt = Epoch(self.run, self.epoch + 1, self.writer, time.time())
+        self._attempt = sign(Epoch(self.run, self.epoch + 1, self.writer, time.time()), self._key)
         if _create_or_read(self._store, self._attempt.key, self._attempt.to_bytes(), RECORD_BYTES) is not None:
             self._check_fence()
         self.claim = self._attempt
         return self._create(replace(manifest, epoch=self.epoch))
+
+    def _same_but_for_time(self, earlier: Manifest, manifest: Manifest) -> bool:
+        ours = sign(earlier, self._key) == earlier  # signatures are deterministic: another one is not ours
+        return ours and sign(replace(earlier, created_at=manifest.created_at), self._key) == manifest
 
     def _check_fence(self, manifest: Manifest | None = None) -> None:
         """ConflictError if our claim is gone, or another writer claimed a newer epoch or committed the same version."""
@@ -296,14 +318,14 @@ def _object_refs(version: int, epoch: int, objects: Sequence[bytes]) -> Iterator
         yield ObjectRef(delta_key(version, epoch, sha256), len(data), sha256)
 
 
-def _claim_epoch(ledger: Ledger, run: str | None, writer: str) -> Epoch:
+def _claim_epoch(ledger: Ledger, run: str | None, writer: str, key: SigningKey | None) -> Epoch:
     """Create the claim of the first free epoch."""
     for _ in range(CLAIM_ATTEMPTS):
         epochs = ledger.epochs()
         kept = _kept_run(ledger, epochs)
         if run is not None and kept not in (None, run):
             raise ConflictError("run", expected=run, got=f"{kept} in that store", remedy="use another folder or run")
-        claim = Epoch(kept or run or uuid.uuid4().hex, max(epochs, default=0) + 1, writer, time.time())
+        claim = sign(Epoch(kept or run or uuid.uuid4().hex, max(epochs, default=0) + 1, writer, time.time()), key)
         Epoch.from_bytes(claim.to_bytes())  # FormatError for a name that no key can carry
         if _create_or_read(ledger.store, claim.key, claim.to_bytes(), RECORD_BYTES) is None:
             return claim

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from delta_sync.context_file import encode_against
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, encode_delta
@@ -18,6 +19,9 @@ from trl_callback.changes import ChangeSet
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.healing import Refusal, acknowledged_refusal
 from trl_callback.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from delta_sync.keys import SigningKey
 
 DELETED_AT_ONCE = 32  # objects between two versions
 KEPT_BYTES = 512 * 1024**2  # objects of recent versions held so that a damaged one can be put again
@@ -51,10 +55,16 @@ class Chain:
     """
 
     def __init__(
-        self, ledger: Ledger, snapshot: Snapshot, config: DeltaSyncConfig, sidecars: Mapping[str, bytes], step: int
+        self,
+        ledger: Ledger,
+        snapshot: Snapshot,
+        config: DeltaSyncConfig,
+        sidecars: Mapping[str, bytes],
+        step: int,
+        key: SigningKey | None = None,
     ) -> None:
         self._ledger, self._snapshot, self._config, self._sidecars = ledger, snapshot, config, sidecars
-        self._writer = Writer.open(ledger, run=config.run, writer=config.writer)
+        self._writer = Writer.open(ledger, run=config.run, writer=config.writer, key=key)
         self.previous = self._writer.previous
         self._published: list[Published] = []
         self._kept: OrderedDict[int, tuple[Manifest, bytes]] = OrderedDict()

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from delta_sync.context_codec import CONTEXT_CODEC
 from delta_sync.delta_file import DEFAULT_CODEC
 from delta_sync.dtypes import DTYPES
 from delta_sync.errors import DeltaSyncError
 from delta_sync.retention import DEFAULT_GRACE
+from delta_sync.signing import load_signing_key
 from delta_sync.store.open import check_uri, redact_uri, shown_uri
 from trl_callback.http import is_http
+
+if TYPE_CHECKING:
+    from delta_sync.keys import SigningKey
 
 CODECS = {"gap": DEFAULT_CODEC, "context": CONTEXT_CODEC}
 SERVING_DTYPES = tuple(name for name, dtype in DTYPES.items() if dtype.order == "float" and dtype.itemsize >= 2)
@@ -35,6 +39,8 @@ class DeltaSyncConfig:
     serving_dtype: str | None = None  # None: what the server serves, else the trainer's compute precision
     server_url: str | None = field(default=None, repr=False)  # None: the trainer's own vllm_server_* arguments
     api_key: str | None = field(default=None, repr=False)  # None: VLLM_API_KEY
+    signing_key: str | None = field(default=None, repr=False)  # PEM file or text; None: DELTA_SYNC_SIGNING_KEY, if set
+    ack_uri: str | None = field(default=None, repr=False)  # where replicas acknowledge; None: in ``uri``
     run: str | None = None
     writer: str | None = None
     codec: Literal["gap", "context"] = "gap"  # context: fewer bytes, for servers whose one rank holds whole tensors
@@ -52,6 +58,9 @@ class DeltaSyncConfig:
         """Check every field."""
         _require("uri", isinstance(self.uri, str) and bool(self.uri.strip()), "a bucket URI or a folder", self.uri)
         check_uri(self.uri)
+        if self.ack_uri is not None:
+            _require("ack_uri", isinstance(self.ack_uri, str), "None or a URI", self.ack_uri)
+            check_uri(self.ack_uri)
         for name in ("max_staleness", "anchor_every"):
             _require_integer(name, getattr(self, name), least=0)
         _require_integer("publish_every", self.publish_every, least=1)
@@ -67,9 +76,9 @@ class DeltaSyncConfig:
         _require("codec", self.codec in CODECS, f"one of {tuple(CODECS)}", self.codec)
         policies = ("all", "new_session", "none")
         _require("prompt_cache", self.prompt_cache in policies, f"one of {policies}", self.prompt_cache)
-        for name in ("server_url", "api_key", "run", "writer"):
+        for name in ("server_url", "api_key", "signing_key", "run", "writer"):
             value = getattr(self, name)
-            got = "another type" if name == "api_key" else value
+            got = "another type" if name in ("api_key", "signing_key") else value
             _require(name, value is None or (isinstance(value, str) and bool(value)), "None or a non-empty string", got)
         if self.server_url is not None:
             shown = redact_uri(self.server_url)
@@ -95,6 +104,11 @@ class DeltaSyncConfig:
     def server_key(self) -> str | None:
         """The server's API key: the setting, else the environment's VLLM_API_KEY."""
         return self.api_key or os.environ.get("VLLM_API_KEY") or None
+
+    def load_signing_key(self) -> SigningKey | None:
+        """The key that this trainer signs with, None for none; DeltaSyncError where it cannot be read."""
+        source = self.signing_key or os.environ.get("DELTA_SYNC_SIGNING_KEY")
+        return load_signing_key(source) if source else None
 
 
 TIMES = (

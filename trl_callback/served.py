@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from delta_sync.errors import ConflictError, FormatError, MappingError, NotFoundError, SyncTimeoutError
+from delta_sync.errors import ConflictError, FormatError, MappingError, NotFoundError, SignatureError, SyncTimeoutError
 from delta_sync.ledger import Ledger
 from trl_callback.chain import Published
 from trl_callback.config import DeltaSyncConfig
@@ -14,6 +15,10 @@ from trl_callback.healing import Refusal, acknowledged_refusal
 from trl_callback.http import ServerUnavailableError
 from trl_callback.publisher import Publisher
 from trl_callback.status_client import ServerStatus, StatusClient
+from trl_callback.trust import check_trusted
+
+if TYPE_CHECKING:
+    from delta_sync.keys import SigningKey
 
 SLOWEST_POLL = 0.5  # seconds
 
@@ -27,21 +32,31 @@ class Seen:
     manifest: str | None = None
     replicas: Mapping[str, Refusal | None] = field(default_factory=dict)
     trouble: str | None = None
+    pinned_keys: tuple[str, ...] = ()
     pinned: int | None = None
 
 
 class ServedWait:
     """Compares what the server serves with what the publisher made durable."""
 
-    def __init__(self, status: StatusClient, ledger: Ledger, publisher: Publisher, config: DeltaSyncConfig) -> None:
+    def __init__(
+        self,
+        status: StatusClient,
+        ledger: Ledger,
+        publisher: Publisher,
+        config: DeltaSyncConfig,
+        key: SigningKey | None = None,
+    ) -> None:
         self._status, self._ledger, self._publisher, self._config = status, ledger, publisher, config
+        self._key = key
 
     def until(self, step: int) -> Published:
         """Return the served version once it covers ``step``; refusals met on the way go to the publisher.
 
         SyncTimeoutError after ``sync_timeout`` seconds names server, version wanted and served, and the last error;
         ConflictError if the server serves another trainer's newer version, or is held at an older one;
-        MappingError if it can't take this model's; whatever stopped the publisher.
+        MappingError if it can't take this model's, SignatureError if it won't take what this trainer signs;
+        whatever stopped the publisher.
         """
         start = time.monotonic()
         pause = self._config.poll_interval
@@ -82,13 +97,22 @@ class ServedWait:
         return Seen(behind.version, behind.epoch, behind.manifest, replicas, behind.error)
 
     def _raise_if_hopeless(self, seen: Seen) -> None:
-        """A model that a replica can't take deltas for stays so, whatever is published."""
-        for refusal in seen.replicas.values():
-            if refusal is not None and refusal.kind == "MappingError":
+        """What stays so, whatever is published: a model that can't take deltas, a key that isn't trusted."""
+        check_trusted(self._key, seen.pinned_keys, self._status.url)
+        for refusal in filter(None, seen.replicas.values()):
+            if refusal.kind == "MappingError":
                 raise MappingError(
                     f"version {refusal.version} at {self._status.url}",
                     expected="a model it can update",
                     got=refusal.error,
+                )
+            untold = refusal.kind == "SignatureError" and not seen.pinned_keys  # an acknowledgement lists no keys
+            if untold and self._publisher.by_version(refusal.version) is not None:
+                raise SignatureError(
+                    f"version {refusal.version} of this trainer",
+                    expected=f"to be trusted by replica {refusal.replica}",
+                    got=refusal.error,
+                    remedy="pin this trainer's public key there, or set signing_key here to a key that is pinned",
                 )
 
     def _raise_if_pinned(self, seen: Seen, wanted: Published | None) -> None:
@@ -134,7 +158,8 @@ class ServedWait:
 def _seen(status: ServerStatus) -> Seen:
     trouble = status.last_error or (None if status.state == "live" else f"state {status.state}")
     replicas = {status.replica: status.refusal}
-    return Seen(status.version, status.epoch, status.manifest, replicas, trouble, status.pinned)
+    keys = status.pinned_keys
+    return Seen(status.version, status.epoch, status.manifest, replicas, trouble, keys, status.pinned)
 
 
 def wait_for_live_state(status: StatusClient, timeout: float) -> ServerStatus:

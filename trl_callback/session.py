@@ -15,7 +15,8 @@ from delta_sync.delta_file import DEFAULT_CODEC
 from delta_sync.errors import MappingError, StoreError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import TensorState
-from delta_sync.store.open import open_store
+from delta_sync.signing import PublicKeys
+from delta_sync.store.open import open_ack_store, open_store
 from trl_callback.anchors import sidecar_files
 from trl_callback.chain import Chain
 from trl_callback.config import CODECS, DeltaSyncConfig
@@ -25,6 +26,7 @@ from trl_callback.served import ServedWait, wait_for_live_state
 from trl_callback.serving_image import ServingImage
 from trl_callback.snapshot import Snapshot
 from trl_callback.status_client import ServerStatus, StatusClient
+from trl_callback.trust import check_trusted
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class Session:
     def __init__(
         self, subject: Subject, config: DeltaSyncConfig, status: StatusClient | None, metrics: Metrics
     ) -> None:
+        self._key = config.load_signing_key()
         live = None if status is None else wait_for_live_state(status, config.sync_timeout)
         served = {} if status is None else status.tensors()
         dtype_of = serving_dtypes(config, served, live, subject.compute_dtype)
@@ -55,6 +58,7 @@ class Session:
         snapshot = Snapshot(self._image)
         if status is not None:
             check_same_tensors(snapshot.states, served, status.url)
+            check_trusted(self._key, live.pinned_keys if live else (), status.url)
             check_codec(CODECS[config.codec], live, status.url)
             warn_about_uri(config.shown_uri, live, status.url)
         warn_about_precision(subject.compute_dtype, snapshot.main_dtype)
@@ -68,7 +72,7 @@ class Session:
             )  # fmt: skip
         self._first_step = subject.step
         self._publisher = Publisher(chain, snapshot, config, metrics)
-        self._wait = None if status is None else ServedWait(status, ledger, self._publisher, config)
+        self._wait = None if status is None else ServedWait(status, ledger, self._publisher, config, self._key)
         self._want_first_anchor(chain, snapshot, live)
         self._publisher.start()
 
@@ -77,8 +81,10 @@ class Session:
         config = self._config
 
         def begin() -> tuple[Ledger, Chain]:
-            ledger = Ledger(open_store(config.uri))
-            return ledger, Chain(ledger, snapshot, config, sidecars, step)
+            keys = None if self._key is None else PublicKeys([self._key.public])
+            acks = None if config.ack_uri is None else open_ack_store(config.ack_uri)
+            ledger = Ledger(open_store(config.uri), keys=keys, acks=acks)
+            return ledger, Chain(ledger, snapshot, config, sidecars, step, self._key)
 
         try:
             return within(config.publish_timeout, begin)
@@ -95,7 +101,7 @@ class Session:
         a server that restarts could not get from the chain before this origin to the one after it."""
         state = snapshot.digest_with({})
         same = live is not None and (live.state_digest, live.model_fingerprint) == (state, snapshot.fingerprint)
-        continues = chain.previous is not None and chain.previous.state_digest != state
+        continues = chain.newest.version > 1 and (chain.previous is None or chain.previous.state_digest != state)
         if not same or continues:
             self._publisher.want_anchor(urgent=not same)
 

@@ -33,6 +33,7 @@ class ServerStatus:
     newest_version: int | None
     uri: str | None = None
     codecs: tuple[str, ...] = ()
+    pinned_keys: tuple[str, ...] = ()  # ids of the public keys of which one must have signed what it takes
     pinned: int | None = None  # the version its operator holds it at
 
 
@@ -87,7 +88,8 @@ def parse_status(body: object) -> ServerStatus:
         last_error=None if error is None else _message(error),
         newest_version=_field(fields, "newest_version", int),
         uri=_field(fields, "uri", str),
-        codecs=tuple(str(name) for name in _field(fields, "codecs", list) or ()),
+        codecs=_texts(fields, "codecs"),
+        pinned_keys=_texts(fields, "pinned_keys"),
         pinned=_field(fields, "pinned", int),
     )
 
@@ -123,6 +125,10 @@ def _tensor(name: str, entry: object) -> TensorState:
     if not 0 <= value < 1 << 64 or any(n < 0 for n in shape):
         raise FormatError(f"{TENSORS} {name}", expected="a digest of 64 bits, sizes from 0", got=(digest, shape))
     return TensorState(dtype, tuple(shape), value)
+
+
+def _texts(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    return tuple(str(text) for text in _field(fields, name, list) or ())
 
 
 def _message(fields: Mapping[str, Any]) -> str:

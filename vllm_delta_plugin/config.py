@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +22,13 @@ class ReplicaConfig:
     """Settings of one replica; times in seconds.
 
     uri: the run's store. replica: name in acknowledgements (default: host and a random suffix).
-    acknowledge: write what is served to the bucket. read_back: let clients read raw weights over HTTP.
+    public_keys: only what one of these signed is taken; key texts or paths of files. acknowledge: write what is served
+    to the bucket, or to ack_uri, so that uri need not be writable. read_back: let clients read raw weights over HTTP.
     poll: shortest time between two looks at the store. retry: longest time between two tries after a refusal.
     stage_timeout: longest time one version may take to stage. stage_bytes: most memory it may take on a rank (default:
     a share of what is free); an anchor that needs more is loaded in place while the engine is paused.
+    cache: a folder that the engines of one machine share, so that each object is downloaded once; cache_gib: most that
+    is kept there.
     audit_commits, audit_period: a full scan of live memory finishes once per so many commits, or after so long.
     transition: what becomes of requests that run when weights change: "async" (they go on with the cache they have),
     "recompute" (they go on over a cache made anew) or "sync" (they end before it, new ones wait).
@@ -35,12 +38,16 @@ class ReplicaConfig:
 
     uri: str
     replica: str | None = None
+    public_keys: Sequence[str] = ()
     acknowledge: bool = True
+    ack_uri: str | None = None
     read_back: bool = False
     poll: float = 0.1
     retry: float = 5.0
     stage_timeout: float = 1800.0
     stage_bytes: int | None = None
+    cache: str | None = None
+    cache_gib: float = 64.0
     audit_commits: int = 32
     audit_period: float = 600.0
     transition: str = "async"
@@ -49,11 +56,12 @@ class ReplicaConfig:
 
     def __repr__(self) -> str:
         values = {**dataclasses.asdict(self), "uri": redact_uri(self.uri)}
+        values["ack_uri"] = self.ack_uri and redact_uri(self.ack_uri)
         return f"ReplicaConfig({', '.join(f'{k}={v!r}' for k, v in values.items())})"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, as sent to the workers."""
-        return {**dataclasses.asdict(self), "fault": dict(self.fault)}
+        return {**dataclasses.asdict(self), "public_keys": list(self.public_keys), "fault": dict(self.fault)}
 
     def to_json(self) -> str:
         """The same as one line of JSON, as put into the environment."""
@@ -71,7 +79,8 @@ class ReplicaConfig:
             _check(name, str(known[name].type), value)
         if not values.get("uri"):
             raise FormatError("delta_sync config 'uri'", expected="the run's store", got="nothing")
-        return cls(**values)
+        settings: dict[str, Any] = dict(values)
+        return cls(**settings | {"public_keys": tuple(settings.get("public_keys", ()))})
 
     @classmethod
     def from_json(cls, text: str) -> ReplicaConfig:
@@ -104,11 +113,13 @@ def _check(name: str, annotation: str, value: object) -> None:
         "int | None": (int, type(None)),
         "float": (int, float),
         "Mapping[str, Any]": Mapping,
+        "Sequence[str]": (list, tuple),
     }[annotation]
     if value not in (choices := CHOICES.get(name, (value,))):
         raise FormatError(f"delta_sync config {name!r}", expected=f"one of {choices}", got=repr(value))
     is_bool = isinstance(value, bool)
-    if not isinstance(value, expected) or (is_bool and annotation != "bool"):
+    texts = not isinstance(value, list | tuple) or all(isinstance(item, str) for item in value)
+    if not texts or not isinstance(value, expected) or (is_bool and annotation != "bool"):
         raise FormatError(f"delta_sync config {name!r}", expected=annotation, got=repr(value))
     if isinstance(value, int | float) and not is_bool and not value > 0:
         raise FormatError(f"delta_sync config {name!r}", expected="a positive number", got=repr(value))

@@ -13,7 +13,8 @@ from delta_sync.delta_file import DEFAULT_CODEC
 from delta_sync.errors import MappingError, NotFoundError
 from delta_sync.ledger import Ledger
 from delta_sync.limits import for_model
-from delta_sync.store.open import open_store
+from delta_sync.signing import PublicKeys, load_public_keys
+from delta_sync.store.open import open_ack_store, open_store
 from vllm_delta_plugin.cache_salt import CacheSalt, Salted
 from vllm_delta_plugin.config import ReplicaConfig
 from vllm_delta_plugin.coordinator import Coordinator
@@ -55,13 +56,14 @@ class DeltaSync:
         self.main = MainThread(self._stop, wake)
         self.salt = CacheSalt()
         self._ranks = Ranks(collective_rpc)
-        store = open_store(config.uri)
+        store, keys = open_store(config.uri), load_public_keys(config.public_keys)
+        acks = None if config.ack_uri is None else open_ack_store(config.ack_uri)
         live = self._live = Live(config, self._ranks, self.main, self.salt, pause(self.main, self._stop))
-        self._status = Status(_facts(config, engine, live))
+        self._status = Status(_facts(config, engine, live, keys))
         if live.state_digest is None:
             raise MappingError("replicated weights", expected="equal on all ranks after loading", got="different bits")
         self._status.served.state_digest = live.state_digest
-        ledger = Ledger(store, for_model(live.tensor_count))
+        ledger = Ledger(store, for_model(live.tensor_count), keys=keys, acks=acks)
         self._coordinator = Coordinator(config, ledger, live, self._status, self._stop)
 
     def start(self) -> None:
@@ -122,7 +124,7 @@ class DeltaSync:
         return {"dtype": described["dtype"], "shape": described["shape"], "version": version, "data": data}
 
 
-def _facts(config: ReplicaConfig, engine: EngineFacts, live: Live) -> Facts:
+def _facts(config: ReplicaConfig, engine: EngineFacts, live: Live, keys: PublicKeys | None) -> Facts:
     return Facts(
         replica=replica_id(config.replica, engine.engine_index),
         uri=config.uri,
@@ -131,6 +133,7 @@ def _facts(config: ReplicaConfig, engine: EngineFacts, live: Live) -> Facts:
         logprobs_mode=engine.logprobs_mode,
         model_fingerprint=live.fingerprint,
         codecs=(DEFAULT_CODEC, CONTEXT_CODEC) if live.ranks == 1 else (DEFAULT_CODEC,),
+        pinned_keys=keys.ids if keys else (),
         transition=config.transition,
         max_lag=config.max_lag,
     )

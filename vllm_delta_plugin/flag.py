@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from delta_sync.errors import FormatError
+from delta_sync.signing import load_public_keys
 from delta_sync.store.open import check_uri
 from vllm_delta_plugin.api_key import ADMIN_KEY, Secret
 from vllm_delta_plugin.config import ADDITIONAL_CONFIG, CHOICES, ENVIRONMENT, ReplicaConfig, parse_json
 
 WORKER_EXTENSION = "vllm_delta_plugin.worker_extension.DeltaSyncWorkerExtension"
 PLUGIN = "delta_sync"
+_FLAGS = {
+    "delta_sync": "uri",
+    "delta_sync_public_key": "public_keys",
+    "delta_sync_ack_uri": "ack_uri",
+    "delta_sync_cache": "cache",
+    "delta_sync_transition": "transition",
+    "delta_sync_max_lag": "max_lag",
+}
 _ENDPOINTS = "vllm.endpoint_plugins"
-_SETTINGS = ("transition", "max_lag")  # of the config, that have a flag of their own
 
 
 def add_arguments(parser: Any) -> None:
-    """Add the flags; the logprobs default becomes None so that "not set by the user" can be told."""
+    """Add our flags; the logprobs default becomes None so that "not set by the user" can be told."""
     group = parser.add_argument_group("delta-sync", "Sparse, bit-exact weight sync from a trainer's bucket.")
     group.add_argument(
         "--delta-sync",
@@ -27,6 +37,19 @@ def add_arguments(parser: Any) -> None:
         default=None,
         help="Follow the training run in this store: a folder, file://, or another store URI. "
         "Makes processed_logprobs the default of --logprobs-mode.",
+    )
+    group.add_argument(
+        "--delta-sync-public-key",
+        metavar="KEY",
+        action="append",
+        default=None,
+        help="Take only what this key signed: ed25519:… or the path of a file with it. May be given several times.",
+    )
+    group.add_argument(
+        "--delta-sync-ack-uri",
+        metavar="URI",
+        default=None,
+        help="Acknowledge in this store instead of the run's, which then need not be writable.",
     )
     group.add_argument(
         "--delta-sync-config",
@@ -54,6 +77,12 @@ def add_arguments(parser: Any) -> None:
         default=None,
         help="Turns POST /delta_sync/{pin,unpin,rollback,reload} on for whoever knows the key. "
         f"Better set {ADMIN_KEY}: a command line can be read by every user of the machine.",
+    )
+    group.add_argument(
+        "--delta-sync-cache",
+        metavar="DIR",
+        default=None,
+        help="Download each object once for all ranks and engines of this machine that name this folder.",
     )
     parser.set_defaults(logprobs_mode=None)
 
@@ -88,25 +117,34 @@ def _active_by_default() -> list[str]:
 
 
 def _config_from(args: Namespace) -> ReplicaConfig | None:
-    uri, more = getattr(args, "delta_sync", None), getattr(args, "delta_sync_config", None)
-    flags = {name: value for name in _SETTINGS if (value := getattr(args, f"delta_sync_{name}", None)) is not None}
-    if uri is None and more is None:
-        _refuse_alone(flags)
+    more = getattr(args, "delta_sync_config", None)
+    if more is None and all(getattr(args, flag, None) is None for flag in _FLAGS):
         return None
     values = parse_json(more, "--delta-sync-config") if more else {}
     if not isinstance(values, dict):
         raise FormatError("--delta-sync-config", expected="a JSON object", got=type(values).__name__)
-    if uri is not None and values.get("uri", uri) != uri:
-        raise FormatError("--delta-sync-config 'uri'", expected="the same URI as --delta-sync", got="another")
-    config = ReplicaConfig.from_mapping({**values, **flags, "uri": uri or values.get("uri")})
-    check_uri(config.uri)  # before an engine is started for it
-    return config
+    for flag, name in _FLAGS.items():
+        given = getattr(args, flag, None)
+        if given is None:
+            continue
+        if values.get(name, given) != given:
+            what = f"--delta-sync-config {name!r}"
+            raise FormatError(what, expected=f"the same as --{flag.replace('_', '-')}", got="another")
+        values[name] = given
+        if "uri" not in values:  # the first flag
+            raise FormatError(f"--{flag.replace('_', '-')}", expected="--delta-sync beside it", got="none")
+    config = ReplicaConfig.from_mapping(values)
+    return _checked(config)  # before an engine is started for it
 
 
-def _refuse_alone(flags: dict[str, Any]) -> None:
-    for name in flags:
-        flag = f"--delta-sync-{name.replace('_', '-')}"
-        raise FormatError(flag, expected="used with --delta-sync", got="no --delta-sync")
+def _checked(config: ReplicaConfig) -> ReplicaConfig:
+    """The config with keys read from their files and an absolute cache: the engine's processes may be elsewhere."""
+    check_uri(config.uri)
+    if config.ack_uri is not None:
+        check_uri(config.ack_uri)
+    keys = load_public_keys(config.public_keys)
+    cache = None if config.cache is None else str(Path(config.cache).absolute())
+    return replace(config, public_keys=keys.texts if keys else (), cache=cache)
 
 
 def _set_worker_extension(args: Namespace) -> None:

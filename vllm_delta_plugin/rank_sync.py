@@ -8,6 +8,7 @@ from typing import Any
 from delta_sync.errors import ConflictError, MappingError
 from delta_sync.ledger import Ledger
 from delta_sync.plan import Plan
+from delta_sync.store.cache import MAX_BYTES, ObjectCache
 from delta_sync.store.open import open_store
 from vllm_delta_plugin import background, stage
 from vllm_delta_plugin.anchor_diff import load_dense
@@ -37,7 +38,7 @@ class RankSync:
         self.weights = weights
         self._faults = Faults(rank, config.get("fault") or {})
         self._faults.at("attach")
-        self._ledger = Ledger(open_store(str(config["uri"])))
+        self._ledger = Ledger(open_store(str(config["uri"])), cache=_cache(config))
         self._device = device_of(weights.storages)
         for storage in {storage.dtype: storage for storage in weights.storages}.values():
             rehearse(storage, self._device)
@@ -205,6 +206,11 @@ class RankSync:
         if job.result is None:
             return {"state": "loading", "target": self._dense_target}
         return {"state": "loaded", "target": self._dense_target, "regions": job.result}
+
+
+def _cache(config: Mapping[str, Any]) -> ObjectCache | None:
+    folder, gib = config.get("cache"), config.get("cache_gib")
+    return ObjectCache(folder, MAX_BYTES if gib is None else int(gib * 2**30)) if folder else None
 
 
 def _staging_error(job: Job[Staged]) -> Reply:

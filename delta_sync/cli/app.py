@@ -8,8 +8,10 @@ from delta_sync.cli.compact import compact
 from delta_sync.cli.doctor import doctor
 from delta_sync.cli.gc import gc
 from delta_sync.cli.inspect import inspect
+from delta_sync.cli.keygen import keygen
 from delta_sync.cli.ledger import ledger
 from delta_sync.cli.materialize import materialize
+from delta_sync.cli.mirror import mirror
 from delta_sync.cli.verify import verify
 
 app = typer.Typer(
@@ -18,5 +20,5 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (ledger, inspect, verify, materialize, compact, gc, doctor):
+for command in (ledger, inspect, verify, materialize, compact, gc, mirror, doctor, keygen):
     app.command()(command)

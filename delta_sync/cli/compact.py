@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from delta_sync.cli.report import FINE, AsJson, Report, finish, many, size
-from delta_sync.cli.run import checked_uri, open_ledger, version_of
+from delta_sync.cli.run import PublicKey, checked_uri, open_ledger, version_of
 from delta_sync.cli.weights import Weights, read_delta, weights_after
 from delta_sync.delta import fold
 from delta_sync.errors import ChainError
@@ -16,6 +16,7 @@ from delta_sync.gap_codec import DEFAULT_CODEC
 from delta_sync.ledger import AnchorRef, Ledger
 from delta_sync.manifest import FoldRecord, Manifest, TensorState
 from delta_sync.planner import build_plan, downwards
+from delta_sync.signing import load_signing_key
 from delta_sync.tensor_delta import TensorDelta
 
 Path = list[Manifest]  # oldest first, without the base
@@ -27,6 +28,11 @@ def compact(
         int | None, typer.Option("--from", min=1, metavar="U", help="Base version; else the newest anchor's below V.")
     ] = None,
     end: Annotated[int | None, typer.Option("--to", min=1, metavar="V", help="Version; else the newest.")] = None,
+    public_key: PublicKey = None,
+    signing_key: Annotated[
+        str | None,
+        typer.Option("--signing-key", metavar="PATH", help="Sign the fold, for replicas that pin public keys."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Fold the deltas from version U to version V into one and attach it to V; nothing else is changed.
@@ -34,13 +40,14 @@ def compact(
     Readers that are at U, or begin at U's anchor, take it where it is smaller, and prove the outcome. Holds the folded
     changes in memory, and one model where deltas are coded against the old bits.
     """
-    finish(as_json, lambda: _report(open_ledger(uri), start, end))
+    finish(as_json, lambda: _report(open_ledger(uri, public_key), start, end, signing_key))
 
 
-def _report(ledger: Ledger, start: int | None, end: int | None) -> Report:
+def _report(ledger: Ledger, start: int | None, end: int | None, signing_key: str | None) -> Report:
+    key = load_signing_key(signing_key) if signing_key else None
     base, path = _path(ledger, start, end)
     deltas, states = _folded(ledger, base, path)
-    record = attach_fold(ledger.store, base, path[-1], deltas, states)
+    record = attach_fold(ledger.store, base, path[-1], deltas, states, key)
     return _said(ledger, record, path)
 
 

@@ -25,7 +25,7 @@ from delta_sync.store.local import LocalStore
 from delta_sync.store.open import shown_uri
 
 SMALL, LARGE, TIMES = 1024, 8 * 1024**2, 5
-SLOW_SECONDS, SKEW_SECONDS, FREE_BYTES = 2.0, 5.0, 1024**3
+SLOW_SECONDS, SKEW_SECONDS, WATCH_SECONDS, FREE_BYTES = 2.0, 5.0, 15.0, 1024**3
 Result = Literal["ok", "warn", "fail", "n/a"]
 
 
@@ -35,7 +35,7 @@ def doctor(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a call to the store has failed.")] = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """Check credentials, speed, create-only writes, listings, clock and space, and say what to do.
+    """Check credentials, speed, create-only writes, listings, watch, clock and space, and say what to do.
 
     What it writes lies under doctor/ and is removed again. Exits with 1 if a check failed, with 3 if the store cannot
     be reached.
@@ -66,6 +66,9 @@ class _Doctor:
         if not self._check("reach", self._reach):
             return False
         self._check("run", self._run)
+        if not read_only and not self._check("credentials", self._credentials):
+            self._check("clean-up", self._clean_up)
+            return True
         if read_only:
             self._check("small reads", self._small_reads)
             self._check("bandwidth down", self._download)
@@ -77,6 +80,7 @@ class _Doctor:
                 self._check("bandwidth down", self._download)
                 self._check("create-only", self._create_only)
                 self._check("listing", self._listing)
+                self._check("watch", self._watch)
                 self._check("clock", self._clock)
             finally:
                 self._check("clean-up", self._clean_up)
@@ -106,6 +110,13 @@ class _Doctor:
         if head is None:
             return Check("run", "n/a", "none here yet", "a trainer's first publish makes it")
         return Check("run", "ok", f"{head.run}, version {head.version}, epoch {head.epoch}")
+
+    def _credentials(self) -> Check:
+        key = f"{self.scratch}credentials"
+        self._put(key, b"x")
+        self.store.get(key, max_bytes=64)
+        self.store.delete(key)
+        return Check("credentials", "ok", "may list, read, write and delete")
 
     def _small_writes(self) -> Check:
         keys = [f"{self.scratch}small-{k}" for k in range(TIMES)]
@@ -172,14 +183,41 @@ class _Doctor:
         return Check("listing", "ok", "shows at once what was written and deleted")
 
     def _clock(self) -> Check:
-        if not isinstance(self.inner, LocalStore):
-            return Check("clock", "n/a", "this kind of store tells no time")
         key = f"{self.scratch}clock"
         self._put(key, b"x")
-        skew = (self.inner.root / key).stat().st_mtime - time.time()
-        if abs(skew) > SKEW_SECONDS:
-            return Check("clock", "warn", f"the file server's differs by {skew:+.0f} s", "set both clocks by NTP")
-        return Check("clock", "ok", f"the file system's differs by less than {SKEW_SECONDS:.0f} s")
+        now = time.time()
+        written = self.store.written_at(key)
+        if written is None:
+            return Check("clock", "n/a", "this kind of store tells no time")
+        if abs(skew := written - now) > SKEW_SECONDS:
+            return Check("clock", "warn", f"the store's differs by {skew:+.0f} s", "set both clocks by NTP")
+        return Check("clock", "ok", f"the store's differs by less than {SKEW_SECONDS:.0f} s")
+
+    def _watch(self) -> Check:
+        """How long a follower that is told of changes takes to see one."""
+        if not self.store.uri.startswith("hf://"):
+            return Check("watch", "n/a", "this kind of store tells nobody of changes: replicas look for them")
+        follower = TimedStore(self.uri, self.timeout)
+        follower.follow()
+        try:
+            if not _until(lambda: follower.inner.listens, WATCH_SECONDS):  # type: ignore[attr-defined]
+                advice = "use a token that may read the bucket's events, or be content with some seconds"
+                return Check("watch", "warn", f"no event feed within {WATCH_SECONDS:.0f} s: it is listed", advice)
+            key = f"{self.scratch}watched"
+            self._put(key, b"x")
+            start = time.monotonic()
+            if _until(lambda: self._sees(follower, key), WATCH_SECONDS):
+                return Check("watch", "ok", f"told of a write after {_time(time.monotonic() - start)}")
+            advice = "replicas see a version at the next listing, about a minute later: try again"
+            return Check("watch", "warn", f"not told of a write within {WATCH_SECONDS:.0f} s", advice)
+        finally:
+            follower.inner.close()  # type: ignore[attr-defined]
+
+    def _sees(self, follower: TimedStore, key: str) -> bool:
+        try:
+            return follower.info(key).size > 0
+        except NotFoundError:
+            return False
 
     def _free_space(self) -> Check:
         if not isinstance(self.inner, LocalStore):
@@ -229,6 +267,15 @@ def _report(patient: _Doctor, read_only: bool) -> Report:
     }
     rows = [[check.name, check.result, check.found, check.advice or "-"] for check in patient.checks]
     return Report(document, [Table(uri, ("check", "result", "found", "what to do"), rows)], code)
+
+
+def _until(condition: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def _median(call: Callable[[str], object], keys: list[str]) -> float:

@@ -9,7 +9,7 @@ import typer
 
 from delta_sync.ack import Ack
 from delta_sync.cli.report import FINE, PROBLEM, AsJson, Report, Table, age, finish, percent, size
-from delta_sync.cli.run import DAMAGE, Chain, checked_uri, open_ledger, read_chain
+from delta_sync.cli.run import DAMAGE, AckUri, Chain, PublicKey, checked_uri, open_ledger, read_chain
 from delta_sync.ledger import AnchorRef, Ledger
 from delta_sync.manifest import Manifest
 
@@ -17,13 +17,15 @@ from delta_sync.manifest import Manifest
 def ledger(
     uri: Annotated[str, typer.Argument(metavar="URI", callback=checked_uri, help="The run's folder or bucket.")],
     last: Annotated[int | None, typer.Option(min=1, help="Only so many of the newest versions.")] = None,
+    ack_uri: AckUri = None,
+    public_key: PublicKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Every version of a run, and every replica that acknowledged one.
 
     Exits with 1 if there is no version, a manifest or an anchor's record is damaged, or a replica refused a version.
     """
-    finish(as_json, lambda: _report(open_ledger(uri), last))
+    finish(as_json, lambda: _report(open_ledger(uri, public_key, ack_uri), last))
 
 
 def _report(run: Ledger, last: int | None) -> Report:
@@ -71,6 +73,7 @@ def _version(run: Ledger, manifest: Manifest, anchored: set[AnchorRef], now: flo
         "codec": manifest.codec,
         "manifest": manifest.sha256,
         "parent": manifest.parent,
+        "signed_by": manifest.signature.key if manifest.signature else None,
         "anchor": _anchor(run, manifest) if AnchorRef(manifest.version, manifest.epoch) in anchored else None,
     }
 
@@ -111,8 +114,12 @@ def _on_chain(ack: Ack, chain: Chain) -> bool | None:
 
 
 def _versions_table(versions: list[dict[str, Any]]) -> Table:
-    columns = (">version", "kind", ">epoch", ">steps", ">age", ">changed", ">%", ">bytes", "parent", "anchor")
-    return Table("versions", columns, [_version_row(version) for version in versions])
+    columns = [">version", "kind", ">epoch", ">steps", ">age", ">changed", ">%", ">bytes", "parent", "anchor"]
+    rows = [_version_row(version) for version in versions]
+    if any(version["signed_by"] for version in versions):
+        columns.append("signed by")
+        rows = [[*row, version["signed_by"] or "-"] for row, version in zip(rows, versions, strict=True)]
+    return Table("versions", columns, rows)
 
 
 def _version_row(version: dict[str, Any]) -> list[object]:

@@ -12,7 +12,7 @@ import typer
 
 from delta_sync.anchor_files import INDEX, parse_shard, write_anchor_files
 from delta_sync.cli.report import FINE, AsJson, Report, finish, many, size
-from delta_sync.cli.run import checked_uri, open_ledger, split_version, version_of
+from delta_sync.cli.run import PublicKey, checked_uri, open_ledger, split_version, version_of
 from delta_sync.cli.weights import Weights, weights_after
 from delta_sync.errors import ChainError
 from delta_sync.ledger import Ledger
@@ -25,6 +25,7 @@ from delta_sync.store.keys import anchor_folder
 def materialize(
     what: Annotated[str, typer.Argument(metavar="URI[@VERSION]", help="A run, or one of its versions.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; must not exist yet.")],
+    public_key: PublicKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a version's weights as a Hugging Face checkpoint, proven by digest before it is put in place.
@@ -36,7 +37,7 @@ def materialize(
     checked_uri(uri)
     if os.path.lexists(folder):
         raise typer.BadParameter(f"{folder} exists: name a folder that does not", param_hint="DIR")
-    finish(as_json, lambda: _report(open_ledger(uri), version, folder))
+    finish(as_json, lambda: _report(open_ledger(uri, public_key), version, folder))
 
 
 def _report(ledger: Ledger, version: int | None, folder: Path) -> Report:

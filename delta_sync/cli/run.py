@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import typer
 
@@ -13,9 +15,18 @@ from delta_sync.errors import ChainError, DeltaSyncError, FormatError, Integrity
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest
 from delta_sync.manifest_reader import ManifestReader
+from delta_sync.signing import load_public_keys
 from delta_sync.store.keys import MANIFESTS
-from delta_sync.store.open import check_uri
+from delta_sync.store.open import check_uri, open_ack_store
 
+PublicKey = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--public-key",
+        metavar="KEY",
+        help="Accept only what this key signed: ed25519:… or a file with it. May be given several times.",
+    ),
+]
 DAMAGE = (ChainError, FormatError, IntegrityError, NotFoundError)
 _AT_VERSION = re.compile(r"(.+)@([0-9]{1,12})", re.DOTALL)
 
@@ -35,9 +46,21 @@ def checked_uri(uri: str) -> str:
     return uri
 
 
-def open_ledger(uri: str) -> Ledger:
-    """The ledger of the run at a URI, which has been checked; StoreError."""
-    return Ledger(TimedStore(uri))
+def checked_option(uri: str | None) -> str | None:
+    """The same of a URI that need not be given."""
+    return None if uri is None else checked_uri(uri)
+
+
+AckUri = Annotated[
+    str | None,
+    typer.Option("--ack-uri", metavar="URI", help="Where replicas acknowledge, if elsewhere.", callback=checked_option),
+]
+
+
+def open_ledger(uri: str, keys: Sequence[str] | None = None, ack_uri: str | None = None) -> Ledger:
+    """The ledger of the run at a URI, which has been checked, read with pinned ``keys``; StoreError."""
+    acks = None if ack_uri is None else TimedStore(ack_uri, opened=open_ack_store)
+    return Ledger(TimedStore(uri), keys=load_public_keys(keys or ()), acks=acks)
 
 
 def newest(ledger: Ledger) -> Manifest:
@@ -93,7 +116,7 @@ def _newest_readable(ledger: Ledger) -> tuple[Manifest, DeltaSyncError | None]:
         return newest(ledger), None
     except (FormatError, IntegrityError) as error:
         damage = error
-    reader = ManifestReader(ledger.store, ledger.limits)
+    reader = ManifestReader(ledger.store, ledger.limits, ledger.keys)
     for name in reversed(reader.names(MANIFESTS)):
         with contextlib.suppress(*DAMAGE):
             return reader.read(name), damage

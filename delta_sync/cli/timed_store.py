@@ -19,9 +19,9 @@ Result = TypeVar("Result")
 class TimedStore(Store):
     """The store behind a URI; StoreError ``seconds`` after a call began, later by what its bytes take at 1 MiB/s."""
 
-    def __init__(self, uri: str, seconds: float = SECONDS) -> None:
+    def __init__(self, uri: str, seconds: float = SECONDS, *, opened: Callable[[str], Store] = open_store) -> None:
         self.uri, self._seconds = redact_uri(uri), seconds
-        self.inner = self._timed("open", 0, lambda: open_store(uri))
+        self.inner = self._timed("open", 0, lambda: opened(uri))
         self.uri = self.inner.uri
 
     def put(self, key: str, data: bytes | memoryview) -> None:
@@ -55,6 +55,14 @@ class TimedStore(Store):
     def delete(self, key: str) -> None:
         """Remove one object; removing a missing one is not an error."""
         self._timed(f"delete {key} in", 0, lambda: self.inner.delete(key))
+
+    def written_at(self, key: str) -> float | None:
+        """When the store says that an object was written; None if it does not say."""
+        return self._timed(f"look at {key} in", 0, lambda: self.inner.written_at(key))
+
+    def follow(self) -> None:
+        """Say that this reader will look often."""
+        self.inner.follow()
 
     def _timed(self, doing: str, count: int, call: Callable[[], Result]) -> Result:
         seconds = self._seconds + count / SLOWEST

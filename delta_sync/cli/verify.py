@@ -10,28 +10,32 @@ import typer
 
 from delta_sync.anchor_files import Tensor, parse_shard
 from delta_sync.cli.report import FINE, PROBLEM, AsJson, Report, Table, finish, many, size
-from delta_sync.cli.run import DAMAGE, Chain, checked_uri, open_ledger, read_chain
+from delta_sync.cli.run import DAMAGE, Chain, PublicKey, checked_uri, open_ledger, read_chain
 from delta_sync.cli.weights import Deltas, Weights, read_delta
 from delta_sync.errors import ChainError, DeltaSyncError, IntegrityError
 from delta_sync.ledger import AnchorRef, FoldRef, Ledger
 from delta_sync.manifest import AnchorRecord, Manifest
-from delta_sync.store.keys import anchor_key, fold_key
+from delta_sync.records import read_epoch
+from delta_sync.store.keys import anchor_key, epoch_key, fold_key
 
 HEAL = "a running trainer puts it again once a replica refuses it; else attach an anchor to a later version"
 NEW_ANCHOR = "attach a new anchor; until then late replicas start from an older one, if there is any"
 NO_FOLD = "delete it: readers take the deltas instead; delta-sync compact makes it anew"
+CLAIM = "restart the trainer: it claims a new epoch"
 GONE = "restart the trainer on this URI: it begins a new chain, with an anchor where servers need one"
 
 
 def verify(
     uri: Annotated[str, typer.Argument(metavar="URI", callback=checked_uri, help="The run's folder or bucket.")],
+    public_key: PublicKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Check every manifest, object and anchor of a run, and prove versions by applying them.
 
-    Reads everything and holds one model and one file in memory. Exits with 1 if anything is damaged.
+    With --public-key manifests, anchors and claims of epochs must be signed. Reads everything and holds one model and
+    one file in memory. Exits with 1 if anything is damaged.
     """
-    finish(as_json, lambda: _report(Verification(open_ledger(uri))))
+    finish(as_json, lambda: _report(Verification(open_ledger(uri, public_key))))
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,15 @@ class Verification:
             for ref in folds:
                 if (ref.version, ref.epoch) == (manifest.version, manifest.epoch):
                     self._fold(manifest, ref)
+        for epoch in sorted({manifest.epoch for manifest in chain.versions}):
+            self._claim(epoch, next(m.version for m in chain.versions if m.epoch == epoch))
         return chain
+
+    def _claim(self, epoch: int, version: int) -> None:
+        try:
+            read_epoch(self.ledger.store, epoch, self.ledger.keys)
+        except DAMAGE as error:
+            self._note(version, epoch_key(epoch), error, CLAIM)
 
     def _reachable(self, chain: Chain, anchored: set[AnchorRef]) -> bool:
         """Whether what is left of a chain is of use: it begins with an origin, or has an anchor."""
@@ -195,6 +207,7 @@ def _report(verification: Verification) -> Report:
         "bytes": verification.bytes,
         "proven": verification.proven,
         "proven_from": verification.proven[0] if proven else None,
+        "signed_by": list(verification.ledger.keys.ids) if verification.ledger.keys else None,
         "damage": [vars(damage) for damage in verification.damage],
     }
     parts: list[Table | str] = [
@@ -206,6 +219,8 @@ def _report(verification: Verification) -> Report:
     ]
     if chain.end is not None and not chain.ends_in_damage:
         parts.append(f"what was before version {first} is gone")
+    if verification.ledger.keys is not None:
+        parts.append(f"signatures checked against {', '.join(verification.ledger.keys.ids)}")
     if proven < count:
         parts.append("the others have damage below them, or no anchor: only their hashes were checked")
     if not verification.damage:

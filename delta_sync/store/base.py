@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from delta_sync.errors import IntegrityError
+from delta_sync.store.keys import check_key
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ class Store(ABC):
     @abstractmethod
     def delete(self, key: str) -> None:
         """Remove one object; removing a missing one is not an error."""
+
+    def written_at(self, key: str) -> float | None:
+        """When the store says that an object was written, by its own clock in unix seconds; None if it does not say."""
+        check_key(key)
+        return None
 
     def follow(self) -> None:  # noqa: B027 - to do nothing is right for most stores
         """Say that this reader will look often, as a replica does.

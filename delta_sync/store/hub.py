@@ -16,11 +16,11 @@ from delta_sync.errors import ConflictError, IntegrityError, NotFoundError, Stor
 from delta_sync.store.attempts import Deadline
 from delta_sync.store.base import ObjectInfo, Store, check_range
 from delta_sync.store.hub_client import HubClient
-from delta_sync.store.hub_tree import list_files
+from delta_sync.store.hub_tree import list_files, uploaded_at
 from delta_sync.store.hub_uri import HubPlace
 from delta_sync.store.hub_view import HubView
 from delta_sync.store.hub_xet import GoneError, XetFile, XetTransfer
-from delta_sync.store.keys import check_key, check_prefix
+from delta_sync.store.keys import check_key, check_prefix, is_key
 
 SECONDS = 60.0  # for one call, retries included, beside the time that its bytes take
 SLOWEST = 1e6  # bytes per second that a transfer must reach
@@ -38,11 +38,18 @@ class HubStore(Store):
     sends: whoever reads has to check a hash, as ``Ledger`` does.
     """
 
-    def __init__(self, place: HubPlace, *, endpoint: str | None = None, seconds: float = SECONDS) -> None:
+    def __init__(
+        self,
+        place: HubPlace,
+        *,
+        endpoint: str | None = None,
+        seconds: float = SECONDS,
+        token_from: str | None = None,
+    ) -> None:
         self.uri = place.uri
         self._top = f"{place.folder}/" if place.folder else ""
         self._seconds = seconds
-        self._client = HubClient(place.bucket, endpoint)
+        self._client = HubClient(place.bucket, endpoint, token_from)
         self._xet = XetTransfer(self._client)
         self._creating = threading.Lock()
         self._view: HubView | None = None
@@ -104,7 +111,8 @@ class HubStore(Store):
         files = view.starting(start) if view else None
         if files is None:
             files = list_files(self._client, start, self._deadline(), f"list {prefix}* in {self.uri}")
-        return (ObjectInfo(path[len(self._top) :], files[path].size) for path in sorted(files))
+        keys = ((path[len(self._top) :], files[path].size) for path in sorted(files))
+        return (ObjectInfo(key, size) for key, size in keys if is_key(key))
 
     def delete(self, key: str) -> None:
         """Remove one object; removing a missing one is not an error."""
@@ -122,6 +130,15 @@ class HubStore(Store):
             self._view = view = HubView(self._client, self._top)
             view.start()
             weakref.finalize(self, view.stop)
+
+    @property
+    def listens(self) -> bool:
+        """Whether this follower is told of changes at once, by the event feed; without it the folder is listed."""
+        return self._view is not None and self._view.listens
+
+    def written_at(self, key: str) -> float | None:
+        """When an object was written, by the Hub's clock."""
+        return uploaded_at(self._client, self._path(key), self._deadline(), self._doing("look at", key))
 
     def close(self) -> None:
         """Stop following."""

@@ -36,10 +36,13 @@ _RATE_REMEDY = (
 
 
 class HubClient:
-    """One bucket's API. The token is looked up anew for each call: HF_TOKEN, then the one ``hf auth login`` keeps."""
+    """One bucket's API.
 
-    def __init__(self, bucket: str, endpoint: str | None = None) -> None:
-        self.bucket = bucket
+    The token is looked up anew for each call: the variable ``token_from``, HF_TOKEN, what ``hf auth login`` keeps.
+    """
+
+    def __init__(self, bucket: str, endpoint: str | None = None, token_from: str | None = None) -> None:
+        self.bucket, self._token_from = bucket, token_from
         self.endpoint = (endpoint or os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
         self.api = f"{self.endpoint}/api/buckets/{bucket}"
         self._closed_until = {"api": 0.0, "resolvers": 0.0}  # by budget: when the Hub answers again after a 429
@@ -87,8 +90,11 @@ class HubClient:
 
     def headers(self) -> dict[str, str]:
         """Who is asking; holds the token."""
-        token = get_token()
+        token = self._token()
         return {"User-Agent": "delta-weight-sync"} | ({"Authorization": f"Bearer {token}"} if token else {})
+
+    def _token(self) -> str | None:
+        return os.environ.get(self._token_from or "") or get_token()
 
     def _send(
         self, method: str, url: str, deadline: Deadline, content: bytes | None, more: Mapping[str, str] | None
@@ -163,10 +169,10 @@ class HubClient:
     def _remedy(self, response: httpx2.Response) -> str:
         status = response.status_code
         if response.headers.get("x-error-code") == "RepoNotFound" or status == 404:
-            sign_in = "" if get_token() else ", and log in if it is private (`hf auth login` or HF_TOKEN)"
+            sign_in = "" if self._token() else ", and log in if it is private (`hf auth login` or HF_TOKEN)"
             return f"check the name {self.bucket}, create it with `hf buckets create {self.bucket} --private`{sign_in}"
         if status == 401:
-            if get_token() is None:
+            if self._token() is None:
                 return "give a token: `hf auth login`, or HF_TOKEN in the environment"
             return "the token is not valid (any more): make a new one at https://huggingface.co/settings/tokens"
         if status == 403:

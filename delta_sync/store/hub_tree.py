@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
 from delta_sync.errors import StoreError
@@ -14,7 +16,22 @@ MAX_PAGES = 10_000
 
 def list_files(client: HubClient, start: str, deadline: Deadline, doing: str) -> dict[str, XetFile]:
     """Every file whose path starts with ``start``, by path; one request for each page."""
-    files: dict[str, XetFile] = {}
+    return {
+        path: XetFile(row["xetHash"], row["size"]) for path, row in _list_rows(client, start, deadline, doing).items()
+    }
+
+
+def uploaded_at(client: HubClient, path: str, deadline: Deadline, doing: str) -> float | None:
+    """When the Hub says that it took a file, in unix seconds; None if it has none or does not say."""
+    row = _list_rows(client, path, deadline, doing).get(path, {})
+    try:
+        return datetime.fromisoformat(str(row.get("uploadedAt"))).timestamp()
+    except ValueError:
+        return None
+
+
+def _list_rows(client: HubClient, start: str, deadline: Deadline, doing: str) -> dict[str, Any]:
+    files: dict[str, Any] = {}
     url = f"{client.api}/tree{'/' + quote(start, safe='') if start else ''}?recursive=true"
     for _ in range(MAX_PAGES):
         response = client.call("GET", url, deadline, doing=doing, expected=(200, 404))
@@ -24,7 +41,8 @@ def list_files(client: HubClient, start: str, deadline: Deadline, doing: str) ->
             raise client.refusal(response, doing)
         try:
             rows = [row for row in response.json() if row["type"] == "file" and row["path"].startswith(start)]
-            files.update({row["path"]: XetFile(str(row["xetHash"]), int(row["size"])) for row in rows})
+            for row in rows:
+                files[row["path"]] = row | {"xetHash": str(row["xetHash"]), "size": int(row["size"])}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(doing, expected="a listing", got="something else", remedy="try again") from error
         following = response.links.get("next", {}).get("url")

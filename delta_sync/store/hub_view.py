@@ -50,6 +50,7 @@ class HubView:
         self._next_listing = -math.inf
         self._feed_refused = -math.inf
         self._cursor: str | None = None
+        self.listens = False  # whether the feed tells of changes now
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="delta-sync-hub-view", daemon=True)
 
@@ -144,7 +145,7 @@ class HubView:
                     self._forget_cursor()
                 if self._stop.is_set() or name in ("reset", "reconnect"):
                     return True
-                ready = ready or name == "ready"
+                self.listens = ready = ready or name == "ready"
                 if ready:
                     if self._fresh > -math.inf:
                         self._fresh = time.monotonic()
@@ -152,6 +153,8 @@ class HubView:
         except httpx2.HTTPError as error:  # silence, or an end without a word: something may have been missed
             log.debug("the feed of %s ended: %s", self._client.bucket, error)
             self._next_listing = min(self._next_listing, time.monotonic() + SILENCE_SECONDS)
+        finally:
+            self.listens = False
         return ready
 
     def _forget_cursor(self) -> None:
@@ -163,7 +166,9 @@ class HubView:
         if name != "changes" or not isinstance(payload.get("changes"), list):
             return
         for change in (change for change in payload["changes"] if isinstance(change, dict)):
-            path, op = change.get("path", ""), change.get("op")
+            path, op = change.get("path"), change.get("op")
+            if not isinstance(path, str):
+                continue
             if op == "delete":
                 self.note(path, None)
             elif (file := self._described(change)) is not None:

@@ -28,7 +28,7 @@ from delta_sync.store.attempts import Again, Deadline, retrying
 from delta_sync.store.hub_client import HubClient
 
 EMPTY = "0" * 64  # the hash of no bytes
-SHOWN_FROM = 64 << 20  # bytes from which an upload has a progress bar
+SHOWN_FROM = 64 << 20  # bytes from which a file that is moved has a progress bar
 _EARLY = 60.0  # seconds before its end at which a token is no longer used
 _CONFIG = {
     "client.connect_timeout": "10s",
@@ -98,13 +98,14 @@ class XetTransfer:
         """Bytes ``start`` to ``end`` of a file; GoneError if the storage does not have it."""
         if start == end:
             return b""
+        shown = file.size if end - start >= SHOWN_FROM // 8 else 0  # of a large file a large part
         window = (None, None) if (start, end) == (0, file.size) else (start, end)
 
         def attempt() -> bytes:
             access = self._access("read", deadline, doing)
-            with self._explained("read", deadline, doing):
+            with self._explained("read", deadline, doing), _bar("download", shown, doing, start, end) as bar:
                 stream = access.group.download_stream(XetFileInfo(file.hash, file.size), *window)
-                data = within(deadline.left, lambda: _collect(stream, end - start, deadline))
+                data = within(deadline.left, lambda: _collect(stream, end - start, deadline, bar))
             if len(data) != end - start:
                 raise Again(StoreError(doing, expected=f"{end - start} bytes", got=len(data), remedy="try again"))
             return data
@@ -166,11 +167,13 @@ def _send(commit: Any, source: bytes | Path) -> XetFile:
     return XetFile(info.hash, info.file_size)
 
 
-def _collect(stream: Any, length: int, deadline: Deadline) -> bytes:
+def _collect(stream: Any, length: int, deadline: Deadline, bar: Any) -> bytes:
     """At most a little more than ``length`` bytes: a server that sends without end is not listened to."""
     buffer = io.BytesIO()  # hands its bytes out without another copy of what may be gigabytes
     for part in stream:
         buffer.write(part)
+        if bar is not None:
+            bar.update(len(part))
         if buffer.tell() > length or deadline.left <= 0:
             stream.cancel()
             break
@@ -190,15 +193,27 @@ def _too_late(deadline: Deadline, doing: str) -> StoreError:
 
 
 @contextmanager
-def _shown(source: bytes | Path, doing: str) -> Iterator[Callable[..., None] | None]:
-    """A progress bar for a large upload on a terminal; HF_HUB_DISABLE_PROGRESS_BARS hides it."""
-    size = source.stat().st_size if isinstance(source, Path) else len(source)
+def _bar(which: str, size: int, doing: str, start: int = 0, end: int | None = None) -> Iterator[Any]:
+    """A progress bar on a terminal for a large file, or None; HF_HUB_DISABLE_PROGRESS_BARS hides it.
+
+    For a part of a file the bar is the whole file's, and only that of its last part stays.
+    """
     if size < SHOWN_FROM:
         yield None
         return
-    with tqdm(  # type: ignore[no-untyped-call]
-        total=size, unit="B", unit_scale=True, desc=doing, disable=None, name="delta_sync.upload"
-    ) as bar:
+    about = {"total": size, "initial": start, "unit": "B", "unit_scale": True, "desc": doing}
+    with tqdm(**about, leave=end in (None, size), disable=None, name=f"delta_sync.{which}") as bar:  # type: ignore[no-untyped-call]
+        yield bar
+
+
+@contextmanager
+def _shown(source: bytes | Path, doing: str) -> Iterator[Callable[..., None] | None]:
+    """What an upload calls with its progress; None if it is too small to be shown."""
+    size = source.stat().st_size if isinstance(source, Path) else len(source)
+    with _bar("upload", size, doing) as bar:
+        if bar is None:
+            yield None
+            return
 
         def progress(report: Any, _items: object = None) -> None:
             bar.update(max(0, report.total_bytes_completed - bar.n))

@@ -40,6 +40,14 @@ def check_key(key: str) -> str:
     return key
 
 
+def is_key(key: str) -> bool:
+    """Whether the contract allows this key: others, who write what they like, may have left objects under it."""
+    try:
+        return bool(check_key(key))
+    except FormatError:
+        return False
+
+
 def check_prefix(prefix: str) -> str:
     """Return ``prefix`` if some key could start with it; FormatError otherwise."""
     check_key(prefix + "x")

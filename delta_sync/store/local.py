@@ -29,7 +29,8 @@ _REMEDIES = {
     errno.EISDIR: "use keys of which none is a folder of another",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
 }
-_READ_AT_ONCE = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO's open would wait for somebody who writes
+# A FIFO's open would wait for somebody who writes; a link may have been put there since the path was looked at.
+_READ_AT_ONCE = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
@@ -101,6 +102,11 @@ class LocalStore(Store):
         with contextlib.suppress(NotFoundError), _explained(f"delete object {key} in {self.uri}"):
             path.unlink()
             _sync_folder(path.parent)
+
+    def written_at(self, key: str) -> float | None:
+        """When an object was written, by the file system's clock."""
+        with _explained(f"look at object {key} in {self.uri}"):
+            return self._path(key).stat().st_mtime
 
     def _path(self, key: str) -> Path:
         path = self.root / check_key(key)

@@ -17,9 +17,9 @@ from typing import Any
 import obstore
 from obstore.exceptions import AlreadyExistsError, GenericError
 
-from delta_sync.errors import ConflictError, FormatError, IntegrityError, NotFoundError, StoreError
+from delta_sync.errors import ConflictError, IntegrityError, NotFoundError, StoreError
 from delta_sync.store.base import ObjectInfo, Store, check_range
-from delta_sync.store.keys import TEMPORARY, check_key, check_prefix
+from delta_sync.store.keys import TEMPORARY, check_key, check_prefix, is_key
 from delta_sync.store.object_client import connect, split_uri
 from delta_sync.store.object_errors import as_ours, explained
 
@@ -43,15 +43,21 @@ class ObjectStore(Store):
     """
 
     def __init__(
-        self, uri: str, *, timeout: float = TIMEOUT, retries: int = RETRIES, retry_seconds: float = RETRY_SECONDS
+        self,
+        uri: str,
+        *,
+        timeout: float = TIMEOUT,
+        retries: int = RETRIES,
+        retry_seconds: float = RETRY_SECONDS,
+        own: bool = False,
     ) -> None:
         scheme, bucket, prefix = split_uri(uri)
         self.uri = f"{scheme}://{bucket}/{prefix}".rstrip("/")
         self._retries, self._retry_seconds = retries, retry_seconds
         with explained(f"open {self.uri}"):
-            self._client = connect(uri, timeout=timeout, retries=retries, retry_seconds=retry_seconds)
+            self._client = connect(uri, timeout=timeout, retries=retries, retry_seconds=retry_seconds, own=own)
             # A create that the client repeats by itself meets its own success: create() repeats, and knows.
-            self._once = connect(uri, timeout=timeout, retries=0, retry_seconds=retry_seconds)
+            self._once = connect(uri, timeout=timeout, retries=0, retry_seconds=retry_seconds, own=own)
         self._ordered = scheme != "az"  # Azure's hierarchical namespaces list folders before what else sorts there
         self._fenced: bool | None = None
         self._lock = threading.Lock()
@@ -135,6 +141,12 @@ class ObjectStore(Store):
         with contextlib.suppress(NotFoundError), self._explained("delete", key):
             obstore.delete(self._client, key)
 
+    def written_at(self, key: str) -> float | None:
+        """When an object was written, by the server's clock, to the second."""
+        check_key(key)
+        with self._explained("look at", key):
+            return obstore.head(self._client, key)["last_modified"].timestamp()
+
     # --- reading
 
     def _get(self, key: str, max_bytes: int) -> bytes:
@@ -151,12 +163,12 @@ class ObjectStore(Store):
 
     def _listed(self, prefix: str) -> Iterator[ObjectInfo]:
         """The client lists whole folders, in key order: begin just before the prefix, and stop behind it."""
-        before = prefix[:-1] if _is_key(prefix[:-1]) else None
+        before = prefix[:-1] if is_key(prefix[:-1]) else None
         for page in obstore.list(self._client, prefix.rpartition("/")[0] or None, offset=before):
             for found in page:
                 key = found["path"]
                 if key.startswith(prefix):
-                    if _is_key(key):
+                    if is_key(key):
                         yield ObjectInfo(key, found["size"])
                 elif key > prefix and self._ordered:
                     return
@@ -272,14 +284,6 @@ def _multipart(size: int) -> dict[str, Any]:
 
 def _identity(meta: Any) -> object:
     return meta["e_tag"], meta["size"], meta["last_modified"]
-
-
-def _is_key(key: str) -> bool:
-    """Whether the contract allows this key: buckets may hold what others put there, and the probe's object."""
-    try:
-        return bool(check_key(key))
-    except FormatError:
-        return False
 
 
 def _whole(key: str, expected: int, data: bytes) -> bytes:

@@ -28,6 +28,8 @@ _OWN_CREDENTIALS = (
     "AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )  # fmt: skip
+OWN = "DELTA_SYNC_ACK_"  # variables that begin so are for the store of acknowledgements alone
+_OWN_SETTINGS = ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN", "PROFILE", "REGION", "ENDPOINT_URL")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
 
@@ -57,8 +59,11 @@ def check_installed(scheme: str) -> None:
         raise StoreError(f"store {scheme}://", expected="the package obstore", got="none installed", remedy=remedy)
 
 
-def connect(uri: str, *, timeout: float, retries: int, retry_seconds: float) -> Any:
-    """obstore's client for a URI: no request lasts longer than ``timeout``, none is begun after ``retry_seconds``."""
+def connect(uri: str, *, timeout: float, retries: int, retry_seconds: float, own: bool = False) -> Any:
+    """obstore's client for a URI: no request lasts longer than ``timeout``, none is begun after ``retry_seconds``.
+
+    ``own``: with the credentials that the environment keeps for acknowledgements, where it has any.
+    """
     scheme, bucket, prefix = split_uri(uri)
     check_installed(scheme)
     from obstore.store import AzureStore, GCSStore, S3Store
@@ -79,13 +84,36 @@ def connect(uri: str, *, timeout: float, retries: int, retry_seconds: float) -> 
     if scheme == "az":
         return AzureStore(bucket, **common)
     # One DELETE for one object: fewer servers know the bulk request, which would save nothing here.
-    s3: Any = {"disable_bulk_delete": True, **_profile()}
-    options["allow_http"] = options["allow_http"] or str(s3.get("endpoint", "")).startswith("http://")
+    s3: Any = {"disable_bulk_delete": True, **((_own() if own else {}) or _profile())}
+    options["allow_http"] = str(s3.get("endpoint") or _endpoint(scheme)).startswith("http://")
     return S3Store(bucket, **common, **s3)
 
 
 def _endpoint(scheme: str) -> str:
     return next((os.environ[name] for name in _ENDPOINTS[scheme] if os.environ.get(name)), "")
+
+
+def _own() -> dict[str, object]:
+    """Keys or a profile named for acknowledgements alone, with their region and endpoint; nothing where there are none.
+
+    Nothing that the environment says of the run's credentials, such as a session's token, is mixed in.
+    """
+    given = {name: os.environ.get(f"{OWN}AWS_{name}") for name in _OWN_SETTINGS}
+    found: dict[str, object] = {}
+    if given["ACCESS_KEY_ID"]:
+        keys = {
+            "access_key_id": given["ACCESS_KEY_ID"],
+            "secret_access_key": given["SECRET_ACCESS_KEY"] or "",
+            "token": given["SESSION_TOKEN"],
+            "expires_at": None,
+        }
+        found = {"credential_provider": lambda: keys, "skip_signature": False}
+    elif given["PROFILE"]:
+        found = {**_from_botocore(given["PROFILE"], alone=True), "skip_signature": False}
+    else:
+        return {}
+    more = {"region": given["REGION"], "endpoint": given["ENDPOINT_URL"]}
+    return found | {name: value for name, value in more.items() if value}
 
 
 def _profile() -> dict[str, object]:
@@ -97,21 +125,22 @@ def _profile() -> dict[str, object]:
              os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config")  # fmt: skip
     if not named and not any(Path(file).expanduser().exists() for file in files):
         return {}
+    if importlib.util.find_spec("botocore") is None and not named:
+        return {}  # perhaps this machine has a role; botocore would have looked into the files first
+    return _from_botocore(named)
+
+
+def _from_botocore(named: str | None, *, alone: bool = False) -> dict[str, object]:
+    """A profile's settings, of which the environment overrides region and endpoint unless the profile counts alone."""
     if importlib.util.find_spec("botocore") is None:
-        if not named:
-            return {}  # perhaps this machine has a role; botocore would have looked into the files first
         raise StoreError(
             f"AWS profile {named!r}", expected="the package botocore, which reads profiles", got="none installed",
             remedy="pip install boto3, or export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
         )  # fmt: skip
-    return _from_botocore(named)
-
-
-def _from_botocore(named: str | None) -> dict[str, object]:
     from botocore.exceptions import BotoCoreError
     from botocore.session import Session
 
-    session = Session()
+    session = Session(profile=named)
     try:
         credentials, scoped = session.get_credentials(), session.get_scoped_config()
     except BotoCoreError as error:
@@ -120,7 +149,9 @@ def _from_botocore(named: str | None) -> dict[str, object]:
             f"AWS profile {named!r}", expected="credentials", got=got, remedy="check AWS_PROFILE"
         ) from None
     found = {"region": session.get_config_variable("region"), "endpoint": scoped.get("endpoint_url")}
-    settings: dict[str, object] = {name: value for name, value in found.items() if value and not _in_environment(name)}
+    settings: dict[str, object] = {
+        name: value for name, value in found.items() if value and (alone or not _in_environment(name))
+    }
     if credentials is not None:
         settings["credential_provider"] = _provider(credentials)
     return settings

@@ -12,7 +12,7 @@ from delta_sync.store.hub_uri import EXPECTED as HUB_EXPECTED
 from delta_sync.store.hub_uri import HubPlace, parse_hub_place
 from delta_sync.store.local import LocalStore
 from delta_sync.store.memory import MemoryStore
-from delta_sync.store.object_client import check_installed, split_uri
+from delta_sync.store.object_client import OWN, check_installed, split_uri
 
 OBJECT_STORES = ("s3", "gs", "az")
 EXPECTED = f"a path, file:///path, s3://, gs:// or az:// with bucket/prefix, {HUB_EXPECTED} or memory://name"
@@ -21,16 +21,28 @@ _WITH_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:/*)(.*)", re.DOTALL)
 
 def open_store(uri: str) -> Store:
     """The store behind a path or a URI; StoreError if there is none of that kind."""
+    return _open(uri, own=False)
+
+
+def open_ack_store(uri: str) -> Store:
+    """A store of acknowledgements, opened with the credentials that ``DELTA_SYNC_ACK_…`` gives it alone, if any.
+
+    These are ``DELTA_SYNC_ACK_HF_TOKEN``, and ``DELTA_SYNC_ACK_AWS_…`` for keys, profile, region and endpoint.
+    """
+    return _open(uri, own=True)
+
+
+def _open(uri: str, *, own: bool) -> Store:
     check_uri(uri)
     scheme, _, rest = uri.partition("://")
     if scheme in OBJECT_STORES:
         from delta_sync.store.object import ObjectStore  # loads obstore, which is an extra
 
-        return ObjectStore(uri)
+        return ObjectStore(uri, own=own)
     if scheme == "memory":
         return MemoryStore(rest)
     if scheme == "hf":
-        return _open_hub(uri, rest)
+        return _open_hub(uri, rest, own=own)
     return LocalStore(unquote(rest) if scheme == "file" else uri)
 
 
@@ -58,13 +70,13 @@ def _hub_place(uri: str, rest: str) -> HubPlace:
     return place
 
 
-def _open_hub(uri: str, rest: str) -> Store:
+def _open_hub(uri: str, rest: str, *, own: bool) -> Store:
     try:
         from delta_sync.store.hub import HubStore
     except ImportError as error:
         extra = "pip install 'delta-weight-sync[hub]'"
         raise _refused(uri, str(error), extra, "huggingface_hub and hf_xet") from error
-    return HubStore(_hub_place(uri, rest))
+    return HubStore(_hub_place(uri, rest), token_from=f"{OWN}HF_TOKEN" if own else None)
 
 
 def _refused(uri: str, got: str, remedy: str, expected: str = EXPECTED) -> StoreError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -130,6 +131,12 @@ class StoreConformance:
                 store.info(key)
             store.delete(key)
         assert store.get("there/it", max_bytes=2) == b"is"
+
+    def test_the_store_s_clock(self, store: Store) -> None:
+        """When an object was written, where a store says it: about now, as the tests' machine and its clock are one."""
+        store.put("a/b", b"x")
+        written = store.written_at("a/b")
+        assert written is None or abs(written - time.time()) < 60
 
     def test_delete(self, store: Store) -> None:
         store.put("a/b", b"1")

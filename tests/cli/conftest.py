@@ -18,7 +18,7 @@ SHAPES = {"embed.weight": (96, 64), "layer.weight": (64, 64), "norm.weight": (64
 class Run:
     """Where a run lies, its publisher, manifests by version, and every version's bits."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, key=None):
         self.folder, self.uri = folder, str(folder)
         rng = np.random.default_rng(7)
         # normal numbers around 0.02, as weights have
@@ -26,7 +26,7 @@ class Run:
             name: (rng.normal(0, 0.02, shape).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
             for name, shape in SHAPES.items()
         }
-        self.publisher = Publisher(self.uri, weights)
+        self.publisher = Publisher(self.uri, weights, key=key)
         self.manifests, self.bits = {}, {}
         self.keep(self.publisher.origin(anchor=True))
         for seed in range(3):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import sys
 import threading
+import time
 
 import pytest
 from helpers.moto_server import ENVIRONMENT, new_bucket
@@ -18,7 +20,8 @@ def test_a_good_folder(run, as_json):
     before = sorted(run.folder.rglob("*"))
     code, found = as_json("doctor", run.uri)
     assert code == 0
-    assert set(results(found).values()) == {"ok"}
+    assert {name for name, result in results(found).items() if result != "ok"} == {"watch"}
+    assert {"credentials", "clock"} <= set(results(found))
     assert sorted(run.folder.rglob("*")) == before
 
 
@@ -77,7 +80,7 @@ def test_an_object_store(s3, as_json):
     code, found = as_json("doctor", s3)
     assert code == 0
     assert {"fail", "warn"}.isdisjoint(results(found).values())
-    assert results(found)["create-only"] == "ok"
+    assert (results(found)["create-only"], results(found)["clock"]) == ("ok", "ok")
     assert list(open_store(s3).list("doctor/")) == []
 
 
@@ -85,7 +88,30 @@ def test_a_hub_bucket_where_a_second_trainer_is_only_detected(hub_bucket, as_jso
     code, found = as_json("doctor", f"hf://buckets/{hub_bucket}/run")
     assert code == 0
     assert {name for name, result in results(found).items() if result not in ("ok", "n/a")} == {"create-only"}
+    assert (results(found)["watch"], results(found)["clock"]) == ("ok", "ok")
     assert list(open_store(f"hf://buckets/{hub_bucket}/run").list("doctor/")) == []
+
+
+def test_a_hub_without_its_event_feed(hub, hub_bucket, as_json, monkeypatch):
+    monkeypatch.setattr(sys.modules["delta_sync.cli.doctor"], "WATCH_SECONDS", 0.5)
+    hub.api.serves_events = False
+    code, found = as_json("doctor", f"hf://buckets/{hub_bucket}/run")
+    assert (code, results(found)["watch"]) == (0, "warn")
+
+
+def test_a_token_that_may_not_write(hub_bucket, as_json, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_test_read")
+    code, found = as_json("doctor", f"hf://buckets/{hub_bucket}/run")
+    assert (code, results(found)["credentials"], "small writes" in results(found)) == (1, "fail", False)
+    code, found = as_json("doctor", f"hf://buckets/{hub_bucket}/run", "--read-only")
+    assert code == 0
+
+
+def test_a_clock_that_is_wrong(run, as_json, monkeypatch):
+    monkeypatch.setattr(LocalStore, "written_at", lambda self, key: time.time() + 60)
+    code, found = as_json("doctor", run.uri)
+    assert (code, results(found)["clock"]) == (0, "warn")
+    assert "+60 s" in next(check["found"] for check in found["checks"] if check["name"] == "clock")
 
 
 def test_a_bucket_that_is_not_there(s3, as_json):

@@ -30,6 +30,11 @@ def text_with(pair: str) -> str:
     return "{" + pair + ", " + honest[1:]
 
 
+def counted(count: str) -> str:
+    """The groups' JSON with this text where the count of changed elements belongs."""
+    return json.dumps([group(row(count="@"))]).replace('"@"', count)
+
+
 BODY = b"".join(framed(contents()).values())
 CONTAINERS = {
     "nothing": (b"", "delta object, expected at least 8 bytes, got 0"),
@@ -104,6 +109,11 @@ HEADERS = {
     "count beyond shape": (metadata(group(row(shape=[2], count=3))), "count of 'w', expected 0 to 2, got 3"),
     "count in nothing": (metadata(group(row(shape=[0, 2**62], count=3))), "count of 'w', expected 0 to 0, got 3"),
     "negative count": (metadata(group(row(count=-1))), "count of 'w', expected 0 to 100, got -1"),
+    "NaN count": (metadata(groups=counted("NaN")), "delta header groups, expected plain JSON"),
+    "infinite count": (metadata(groups=counted("1e999")), "count of 'w', expected 0 to 100, got inf"),
+    "fractional count": (metadata(groups=counted("3.0")), r"count of 'w', expected 0 to 100, got 3\.0"),
+    "count in words": (metadata(groups=counted('"3"')), "count of 'w', expected 0 to 100, got '3'"),
+    "endless count": (metadata(groups=counted("9" * 5000)), "delta header groups, expected plain JSON"),
     "boolean count": (metadata(group(row(count=True))), "count of 'w', expected 0 to 100, got True"),
     "tensor twice": (metadata(group(row(), row())), "tensor 'w', expected each tensor once in an encoding"),
     "tensor of two shapes": (metadata(group(row()), group(row(shape=[101]), encoding="raw")), "one dtype and shape"),

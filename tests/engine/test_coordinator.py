@@ -22,6 +22,7 @@ from delta_sync.errors import StoreError
 from delta_sync.ledger import Ledger
 from delta_sync.limits import for_model
 from delta_sync.retention import delete, find_trim
+from delta_sync.signing import load_public_keys
 from delta_sync.store.open import open_store
 from vllm_delta_plugin.cache_salt import CacheSalt
 from vllm_delta_plugin.config import ReplicaConfig
@@ -55,11 +56,12 @@ class Pause:
 class Replica:
     """A coordinator whose turns the test takes itself, with the engine's thread pumped beside it."""
 
-    def __init__(self, uri: str, weights: Weights, **config: Any) -> None:
+    def __init__(self, uri: str, weights: Weights, acks: str | None = None, **config: Any) -> None:
         self.config = ReplicaConfig(uri, replica="r", retry=0.5, **{"poll": 0.01, "audit_period": 1e9, **config})
         self.stop = threading.Event()
         self.broken: EngineBroken | None = None
-        self.ledger = Ledger(open_store(uri))
+        keys = load_public_keys(self.config.public_keys)
+        self.ledger = Ledger(open_store(uri), keys=keys, acks=open_store(acks) if acks else None)
         self.executor = Executor(Ledger(open_store(uri)), weights)
         self.salt = CacheSalt()
         self.main = MainThread(self.stop)

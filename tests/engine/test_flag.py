@@ -13,7 +13,8 @@ pytest.importorskip("vllm")
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from delta_sync.errors import FormatError, StoreError
+from delta_sync.errors import DeltaSyncError, FormatError, StoreError
+from delta_sync.keys import SigningKey
 from vllm_delta_plugin import register
 from vllm_delta_plugin.config import ENVIRONMENT, ReplicaConfig, find_config
 from vllm_delta_plugin.flag import WORKER_EXTENSION
@@ -51,6 +52,35 @@ def test_the_flag_alone_sets_everything(monkeypatch: pytest.MonkeyPatch) -> None
     config = find_config(engine.additional_config, environment(monkeypatch))
     assert config == ReplicaConfig(uri="runs/a")
     assert "delta_sync" in environment(monkeypatch)["VLLM_PLUGINS"].split(",")
+
+
+def test_pinned_keys_are_read_when_the_flag_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one, two, three = (SigningKey.generate() for _ in range(3))
+    public = one.save(tmp_path / "run.key")
+    both = f"{two.public.text},{three.public.text}"
+    _, engine = parse("--delta-sync", "runs/a", "--delta-sync-public-key", str(public), "--delta-sync-public-key", both,
+                      "--delta-sync-ack-uri", "runs/acks")  # fmt: skip
+    public.unlink()  # the engine's process may be another user's, or elsewhere
+    config = find_config(engine.additional_config, environment(monkeypatch))
+    assert config is not None
+    assert config.public_keys == (one.public.text, two.public.text, three.public.text)
+    assert config.ack_uri == "runs/acks"
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--delta-sync-public-key", "ed25519:nonsense"), "public key, expected ed25519: and 44 characters"),
+        (("--delta-sync-public-key", "/no/such/file"), "public key, expected the path of a file"),
+        (("--delta-sync-config", '{"public_keys": "ed25519:x"}'), "'public_keys'"),
+        (("--delta-sync-config", '{"public_keys": [1]}'), "'public_keys'"),
+        (("--delta-sync-config", '{"ack_uri": "a"}', "--delta-sync-ack-uri", "b"), "the same as --delta-sync-ack-uri"),
+        (("--delta-sync-ack-uri", "s4://bucket"), "expected a path"),
+    ],
+)
+def test_keys_and_places_that_are_none_are_refused_before_an_engine_starts(more: tuple[str, ...], words: str) -> None:
+    with pytest.raises(DeltaSyncError, match=words):
+        parse("--delta-sync", "runs/a", *more)
 
 
 def test_without_the_flag_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +130,15 @@ def test_more_settings_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     parse("--delta-sync", "runs/a", "--delta-sync-config", '{"replica": "r1", "read_back": true, "poll": 1}')
     config = find_config(None, environment(monkeypatch))
     assert config == ReplicaConfig(uri="runs/a", replica="r1", read_back=True, poll=1)
+
+
+def test_a_cache_for_all_ranks_and_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    parse("--delta-sync", "runs/a", "--delta-sync-cache", "here", "--delta-sync-config", '{"cache_gib": 8}')
+    config = find_config(None, environment(monkeypatch))
+    assert config == ReplicaConfig(uri="runs/a", cache=str(tmp_path / "here"), cache_gib=8)
+    with pytest.raises(FormatError, match="--delta-sync-cache"):
+        parse("--delta-sync-cache", "here")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import urllib.error
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ from helpers.server import VllmServer
 from helpers.stream import open_stream
 from helpers.tiny_models import build
 
+from delta_sync.keys import SigningKey
+
 PROMPT = list(range(10, 150))  # 140 tokens; blocks are of 128
 ARGS = ("--api-key", "first", "second", "--api-server-count", "2", "--enable-prompt-tokens-details")
+KEY = SigningKey.generate()
 CONFIG = '{"replica": "box", "read_back": true, "audit_commits": 4}'
 
 
@@ -39,11 +42,12 @@ class World:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("serve")
     base = build(folder / "base")
-    run = str(folder / "run")
+    run, acks = str(folder / "run"), str(folder / "acks")
     log = folder / "server.log"
-    with VllmServer(base, log, ("--delta-sync", run, "--delta-sync-config", CONFIG, *ARGS)) as server:
+    more = ("--delta-sync-public-key", str(KEY.save(folder / "run.key")), "--delta-sync-ack-uri", acks)
+    with VllmServer(base, log, ("--delta-sync", run, "--delta-sync-config", CONFIG, *more, *ARGS)) as server:
         server.headers = {"Authorization": "Bearer second"}
-        yield World(folder, base, Publisher.of_checkpoint(run, base), server)
+        yield World(folder, base, Publisher.of_checkpoint(run, base, key=KEY, ack_uri=acks), server)
 
 
 def cached(server: VllmServer, prompt: list[int]) -> int:
@@ -181,6 +185,23 @@ def test_a_damaged_object_is_refused_and_healed_by_putting_it_again(world: World
     assert status["refusal"]["kind"] == "IntegrityError"
     world.trainer.heal(manifest)
     assert world.server.wait_version(manifest.version)["refusal"] is None
+
+
+def test_what_the_trainer_did_not_sign_is_refused(world: World) -> None:
+    before, head = world.server.status(), world.trainer.writer.head
+    assert head is not None
+    assert before["pinned_keys"] == [KEY.id]
+    following = {"version": head.version + 1, "base_version": head.version, "parent": head.sha256}
+    forged = replace(head, **following, objects=(), tensors={}, signature=None)
+    world.trainer.ledger.store.put(forged.key, forged.to_bytes())
+    status = world.server.wait_status("refusal", lambda s: s["refusal"])
+    assert (status["refusal"]["kind"], status["refusal"]["version"]) == ("SignatureError", forged.version)
+    assert (status["state"], status["version"]) == ("refused", before["version"])
+    assert world.server.complete(PROMPT, 4)["text"]
+    assert world.trainer.ledger.acknowledgements()["box"].error_kind == "SignatureError"
+    assert not (world.run / "replicas").exists()
+    world.trainer.ledger.store.delete(forged.key)
+    assert world.server.wait_version(world.trainer.step(20, 0.05).version)["refusal"] is None
 
 
 def test_the_audit_ran_in_the_background_and_agreed(world: World) -> None:

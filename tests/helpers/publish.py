@@ -16,6 +16,7 @@ from delta_sync.delta_file import DeltaHeader, encode_delta
 from delta_sync.digest import digest, model_fingerprint, state_digest, tensor_key
 from delta_sync.dtypes import DType, dtype
 from delta_sync.gap_codec import DEFAULT_CODEC as CODEC
+from delta_sync.keys import SigningKey
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import AnchorRecord, Manifest, PromptCache, TensorState
 from delta_sync.store.open import open_store
@@ -28,9 +29,17 @@ Weights = dict[str, Bits]
 class Publisher:
     """One epoch of a run. ``weights`` are carrier arrays in their tensors' shapes; change them, then ``delta``."""
 
-    def __init__(self, uri: str, weights: Mapping[str, Bits], dtypes: Mapping[str, str] | str = "BF16") -> None:
-        self.ledger = Ledger(open_store(uri))
-        self.writer = Writer.open(self.ledger)
+    def __init__(
+        self,
+        uri: str,
+        weights: Mapping[str, Bits],
+        dtypes: Mapping[str, str] | str = "BF16",
+        *,
+        key: SigningKey | None = None,
+        ack_uri: str | None = None,
+    ) -> None:
+        self.ledger = Ledger(open_store(uri), acks=open_store(ack_uri) if ack_uri else None)
+        self.writer = Writer.open(self.ledger, key=key)
         self.weights: Weights = {name: value.copy() for name, value in weights.items()}
         self.published: Weights = {name: value.copy() for name, value in weights.items()}
         self._dtypes = dtypes
@@ -38,10 +47,10 @@ class Publisher:
         self.objects: dict[int, list[bytes]] = {}
 
     @classmethod
-    def of_checkpoint(cls, uri: str, folder: Path) -> Publisher:
+    def of_checkpoint(cls, uri: str, folder: Path, **settings: Any) -> Publisher:
         """Begin with the bits of a one-shard checkpoint."""
         weights, dtypes = read_checkpoint(folder)
-        return cls(uri, weights, dtypes)
+        return cls(uri, weights, dtypes, **settings)
 
     def dtype(self, name: str) -> DType:
         """A tensor's element type."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -23,6 +25,11 @@ from delta_sync.writer import Writer
 # A server that forks: each child starts with everything imported, and no thread of the client's was ever started in it.
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["object_writer"])
+
+
+def barrier(parties: int):
+    """One that processes share."""
+    return _FORKS.Barrier(parties)
 
 
 def start(target: Callable[..., object], environment: Mapping[str, str], *arguments: object):
@@ -47,6 +54,24 @@ def publish(uri: str, deltas: int, log: str | None = None, go: object = None) ->
         if go is not None:
             go.wait(60)
         bits = first_bits(seed=writer.epoch)
+        origin = commit_origin(writer, bits)
+        _promise(log, origin)
+        attach(writer, origin, bits, Path(scratch))
+        for number in range(deltas):
+            after = changed(bits, number)
+            _promise(log, commit_delta(writer, bits, after, number))
+            bits = after
+
+
+def contend(uri: str, deltas: int, log: str, together, opened) -> None:
+    """Claim an epoch in the same instant as another process, and publish once both have, or one was refused."""
+    store = open_store(uri)
+    together.wait(60)
+    writer = Writer.open(Ledger(store))
+    with contextlib.suppress(threading.BrokenBarrierError):
+        opened.wait(5)
+    with tempfile.TemporaryDirectory() as scratch:
+        bits = first_bits(seed=1)
         origin = commit_origin(writer, bits)
         _promise(log, origin)
         attach(writer, origin, bits, Path(scratch))

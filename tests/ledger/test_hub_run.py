@@ -11,12 +11,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from helpers.fault_table import fault_table
 from tiny_run import TinyRun, states
 
 from delta_sync import ConflictError, StoreError, state_digest
 from delta_sync.ledger import Ledger
+from delta_sync.mirror import Mirror
 from delta_sync.plan import Position
 from delta_sync.store import open_store
+from delta_sync.store.cache import ObjectCache
 from delta_sync.writer import Writer
 
 READER = Path(__file__).parent / "hub_reader.py"
@@ -82,16 +85,45 @@ def test_what_a_publish_and_a_replica_cost(hub, uri, replica):
     assert asked["api"] <= 1  # a listing, if one was due
 
 
-def test_reader_processes_end_bit_equal_with_faults_at_a_tenth_of_all_calls(hub, uri, tmp_path):
-    follow_with_faults(hub, uri, tmp_path, readers=3, versions=20)
+def test_what_a_mirror_costs(hub, hub_bucket, uri, replica, tmp_path):
+    """The numbers of docs/STORES-HUB.md, of one that follows a bucket into another."""
+    run = TinyRun(open_store(uri))
+    run.origin()
+    target = open_store(f"hf://buckets/{hub.new_bucket(f'{hub_bucket}-copy')}/run")
+    mirror = Mirror(replica, target, ObjectCache(tmp_path / "cache"), poll=0.01)
+    wait_until(lambda: mirror.copy() and mirror.reached.version == 1)
+    for _ in range(3):
+        mirror.copy()  # small objects are believed once two downloads agreed
+    hub.forget()
+    for _ in range(20):
+        assert mirror.copy()
+    assert sum(hub.counts().values()) == 0, "an idle mirror asks nothing between two listings"
+    for _ in range(3):
+        run.delta()
+        hub.forget()
+        wait_until(lambda: mirror.copy() and mirror.reached.version == run.writer.head.version)
+        counts = hub.counts()
+        assert counts["resolver"] == 3
+        assert counts["api"] <= 3 + 1  # a listing, if one was due
+
+
+def wait_until(what, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_reader_processes_end_bit_equal_with_faults_at_a_tenth_of_all_calls(hub, uri, tmp_path, capsys):
+    follow_with_faults(hub, uri, tmp_path, capsys, readers=3, versions=20)
 
 
 @pytest.mark.long
-def test_sixteen_reader_processes_and_fifty_versions(hub, uri, tmp_path):
-    follow_with_faults(hub, uri, tmp_path, readers=16, versions=50)
+def test_sixteen_reader_processes_and_fifty_versions(hub, uri, tmp_path, capsys):
+    follow_with_faults(hub, uri, tmp_path, capsys, readers=16, versions=50)
 
 
-def follow_with_faults(hub, uri, tmp_path, *, readers, versions):
+def follow_with_faults(hub, uri, tmp_path, capsys, *, readers, versions):
     for kind, more in ALL_FAULTS:
         hub.faults.add(kind, "", rate=0.1 / len(ALL_FAULTS), **more)
     hub.faults.add("stale", "/tree", seconds=3, rate=0.1)
@@ -118,7 +150,9 @@ def follow_with_faults(hub, uri, tmp_path, *, readers, versions):
         assert followed[-1][0] == versions
         assert all(expected[version] == digest for version, digest in followed)
     met = dict(hub.faults.met)
-    print(f"\n{readers} readers, {versions} versions, {len(hub.asked)} requests, faults {met}, errors {dict(again)}")
+    title = f"{readers} readers, {versions} versions, {len(hub.asked)} requests to the Hub"
+    with capsys.disabled():
+        print(fault_table(title, met, again))
     assert set(met) >= {"status 500", "status 503", "status 429", "drop", "drop after", "delay", "flip"}
 
 

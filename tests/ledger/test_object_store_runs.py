@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 from helpers.fault_proxy import WRITES, Fault, FaultProxy, sometimes, stripping
+from helpers.fault_table import fault_table
 from helpers.moto_server import ENVIRONMENT, new_bucket
 from object_writer import publish, replicate, start
 from tiny_run import TinyRun, changed, commit_delta, commit_origin, first_bits, follow, states
@@ -272,9 +273,10 @@ def test_sixteen_reader_processes_while_a_tenth_of_all_requests_fail(moto, uri, 
         assert steps == sorted(set(steps)), "a version was taken twice"
         assert fact["slowest"] < 90
     tried_again = sum((Counter(fact["errors"]) for fact in facts), Counter())
+    slowest = max(fact["slowest"] for fact in facts)
+    title = f"16 readers, 50 versions, {len(proxy.requests)} requests to S3, slowest look {slowest:.1f} s"
     with capsys.disabled():
-        print(f"\n{len(proxy.requests)} requests; faults {counted}; replicas tried again {dict(tried_again)};",
-              f"slowest look {max(fact['slowest'] for fact in facts):.1f} s")  # fmt: skip
+        print(fault_table(title, counted, tried_again))
 
 
 def until_done(act):

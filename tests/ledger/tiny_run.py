@@ -23,6 +23,7 @@ from delta_sync import (
 )
 from delta_sync.anchor_files import iter_anchor_tensors, write_anchor_files
 from delta_sync.digest import digest
+from delta_sync.keys import SigningKey
 from delta_sync.ledger import Ledger
 from delta_sync.plan import Plan
 from delta_sync.writer import Writer
@@ -99,9 +100,9 @@ def follow(ledger: Ledger, plan: Plan, bits: Bits | None) -> Bits:
 class TinyRun:
     """A writer and the bits of every version that it committed."""
 
-    def __init__(self, store, writer: str | None = None) -> None:
+    def __init__(self, store, writer: str | None = None, key: SigningKey | None = None) -> None:
         self.store = store
-        self.writer = Writer.open(Ledger(store), writer=writer)
+        self.writer = Writer.open(Ledger(store), writer=writer, key=key)
         self.bits: dict[str, Bits] = {}  # by manifest sha256
         self.now = first_bits()
         self.number = 0

@@ -5,6 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pty
+import subprocess
+import sys
+import termios
 import threading
 import time
 
@@ -360,6 +364,29 @@ def test_a_large_file_goes_up_from_disk(hub, store, tmp_path, monkeypatch):
         store.put_file("anchor/none", tmp_path / "missing")
 
 
+def test_a_terminal_gets_a_bar_for_a_large_upload_and_download(hub, hub_bucket):
+    code = (
+        "import os\nfrom delta_sync.store import hub_xet, open_store\nhub_xet.SHOWN_FROM = 1_000_000\n"
+        f"store = open_store('hf://buckets/{hub_bucket}')\ndata = os.urandom(5_000_000)\nstore.put('shard', data)\n"
+        "assert store.get('shard', max_bytes=10**7) == data\n"
+        "assert store.read_range('shard', 4_000_000, 1_000_000) == data[4_000_000:]\n"
+        "store.read_range('shard', 0, 100)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_DISABLE_PROGRESS_BARS"}
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (40, 200))
+    here = {**environment, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm"}
+    with subprocess.Popen([sys.executable, "-c", code], stderr=slave, env=here) as process:
+        assert process.wait(60) == 0
+    os.close(slave)
+    shown = os.read(master, 1 << 20).decode()
+    os.close(master)
+    assert "write object shard" in shown
+    last = [line for line in shown.replace("\n", "\r").split("\r") if "read object shard" in line]
+    assert len(last) >= 2
+    assert all("5.00M/5.00M" in line for line in (last[-1], shown.rstrip().rpartition("\r")[2]))
+
+
 def test_a_forked_child_opens_connections_of_its_own(hub, store):
     """Sharing the parent's would mix up answers, and hf_xet's threads do not exist in the child."""
     import multiprocessing
@@ -414,3 +441,22 @@ def test_an_answer_that_makes_no_sense_is_one_of_our_errors(hub, uri, where, hea
         store.get("a", max_bytes=10**6)
         list(store.list(""))
     assert "hf_test" not in str(caught.value)
+
+
+ESCAPING = ["run/../../etc/passwd", "run//a", "run/", "run/./a", "run/a\\..\\b", "run/a\nb", "run/.delta-sync-tmp-x"]
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_keys_that_lead_out_are_in_no_listing(hub, uri, follows):
+    """Whatever a Hub, or somebody who writes to the bucket with other tools, has there."""
+    rows = [{"type": "file", "path": path, "size": 5, "xetHash": "ab" * 32} for path in (*ESCAPING, "run/good")]
+    store = quick(uri, 5)
+    hub.faults.add("status", "tree", status=200, headers=JSON, text=json.dumps(rows))
+    if follows:
+        store.follow()
+        deadline = time.monotonic() + 10
+        while not store._view.answers:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert [info.key for info in store.list("")] == ["good"]
+    store.close()

@@ -157,6 +157,62 @@ def test_links_that_leave_the_store_are_refused(store, tmp_path_factory):
     assert (outside / "secret").read_bytes() == b"s"
 
 
+@pytest.mark.parametrize(
+    "key", ["HEAD.json", "manifests/1.json", "epochs/1.json", "anchors/1/anchor.json", "replicas/east.json", "deltas/x"]
+)
+@pytest.mark.parametrize("level", ["file", "folder"])
+def test_links_in_a_run_are_neither_read_nor_written_nor_listed(store, tmp_path_factory, key, level):
+    """Whoever may write into the folder of a run must not make a replica read, or a trainer write, elsewhere."""
+    outside = tmp_path_factory.mktemp("outside")
+    (outside / key).parent.mkdir(parents=True, exist_ok=True)
+    (outside / key).write_bytes(b"secret")
+    here = store.root / (key if level == "file" else key.partition("/")[0])
+    here.parent.mkdir(parents=True, exist_ok=True)
+    here.symlink_to(outside / here.relative_to(store.root))
+    for touch in (
+        lambda: store.get(key, max_bytes=99),
+        lambda: store.read_range(key, 0, 1),
+        lambda: store.info(key),
+        lambda: store.put(key, b"overwritten"),
+        lambda: store.create(key, b"overwritten"),
+        lambda: store.delete(key),
+    ):
+        with pytest.raises(StoreError, match="symbolic links"):
+            touch()
+    assert list(store.list("")) == []
+    assert (outside / key).read_bytes() == b"secret"
+
+
+def test_a_link_put_there_in_between_is_not_followed(store, tmp_path_factory, monkeypatch):
+    """Between the look at the path and the open: the race that a look alone would lose."""
+    secret = tmp_path_factory.mktemp("outside") / "secret"
+    secret.write_bytes(b"s")
+    store.put("a", b"1")
+    real = os.open
+
+    def swapped(path, *args, **more):
+        if str(path) == str(store.root / "a"):
+            (store.root / "a").unlink()
+            (store.root / "a").symlink_to(secret)
+        return real(path, *args, **more)
+
+    monkeypatch.setattr(os, "open", swapped)
+    with pytest.raises(StoreError):
+        store.get("a", max_bytes=9)
+
+
+def test_old_temporary_files_behind_a_link_are_left_alone(tmp_path, monkeypatch):
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    outside.mkdir()
+    root.mkdir()
+    theirs = outside / f"{TEMPORARY}x"
+    theirs.write_bytes(b"")
+    os.utime(theirs, (0, 0))
+    (root / "folder").symlink_to(outside)
+    LocalStore(root)
+    assert theirs.exists()
+
+
 def test_the_store_itself_may_lie_behind_a_link(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")

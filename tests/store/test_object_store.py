@@ -274,6 +274,38 @@ def test_an_answer_that_never_ends_meets_the_deadline(monkeypatch, proxy, uri):
         ObjectStore(uri, timeout=1, retries=0).get("a", max_bytes=10**6)
 
 
+LISTING = (
+    '<?xml version="1.0" encoding="UTF-8"?><ListBucketResult><IsTruncated>false</IsTruncated><Contents><Key>{}</Key>'
+    "<Size>5</Size><LastModified>2015-10-21T07:28:00.000Z</LastModified><ETag>x</ETag></Contents></ListBucketResult>"
+)
+
+
+@pytest.mark.parametrize("key", ["run/../../etc/passwd", "run//a", "run/./a", "run/a\\b", "run/.delta-sync-tmp-x"])
+def test_a_listing_that_lies_leads_nowhere(monkeypatch, proxy, uri, key):
+    """A server that answers with keys that no key may be: they are left out, or the listing is refused.
+
+    A key of another prefix would be harmless: whatever is read is asked for below this store's own.
+    """
+    body = LISTING.format(key).encode()
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/xml\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", raw_server(head % len(body) + body))
+    try:
+        found = [info.key for info in ObjectStore(uri, timeout=2, retries=0).list("")]
+    except StoreError as error:
+        assert "list" in str(error)
+    else:
+        assert found == []
+
+
+def test_a_listing_by_hand_is_read(monkeypatch, proxy, uri):
+    """The test above would see a key that is one."""
+    body = LISTING.format("run/a").encode()
+    monkeypatch.setenv(
+        "AWS_ENDPOINT_URL", raw_server(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    )
+    assert [info.key for info in ObjectStore(uri, timeout=2, retries=0).list("")] == ["a"]
+
+
 # --- large objects
 
 

@@ -21,10 +21,11 @@ from delta_sync.anchor_files import iter_anchor_tensors
 from delta_sync.context_file import decode_against
 from delta_sync.delta import apply
 from delta_sync.digest import digest, model_fingerprint, state_digest, tensor_key
-from delta_sync.errors import ChainError, DeltaSyncError, IntegrityError
+from delta_sync.errors import ChainError, DeltaSyncError, IntegrityError, SignatureError
 from delta_sync.ledger import Ledger
-from delta_sync.manifest import Manifest, TensorState
+from delta_sync.manifest import TensorState
 from delta_sync.plan import Plan, Position
+from delta_sync.signing import PublicKeys
 from delta_sync.store.open import open_store, shown_uri
 from trl_callback.serving_image import ServingImage
 
@@ -34,8 +35,17 @@ POLL = 0.02
 class StandInReplica:
     """Follows ``uri`` from the bits of ``model``; ``url`` is set while it is being served."""
 
-    def __init__(self, uri: str, model: Any, *, vocab: int = 96, acknowledges: bool = False):
-        self.ledger = Ledger(open_store(uri))
+    def __init__(
+        self,
+        uri: str,
+        model: Any,
+        *,
+        vocab: int = 96,
+        acknowledges: bool = False,
+        keys: PublicKeys | None = None,
+        ack_uri: str | None = None,
+    ):
+        self.ledger = Ledger(open_store(uri), keys=keys, acks=open_store(ack_uri) if ack_uri else None)
         self.shown_uri = shown_uri(uri)
         self.codecs = ["gap8-ulp8-zstd", "context8-ulp8-zstd"]
         self.refusal: dict[str, Any] | None = None
@@ -88,11 +98,17 @@ class StandInReplica:
 
     def _look(self) -> None:
         try:
+            head = self.ledger.head()
+        except SignatureError as error:
+            newest = self.ledger.highest_listed()
+            assert newest is not None
+            self._refuse(newest, error)
+            return
+        try:
             plan = self.ledger.plan(self.position, self.state_digest)
         except ChainError as error:
-            head = self.ledger.head()
             assert head is not None
-            self._refuse(head, error)
+            self._refuse(Position(head.version, head.sha256), error)
             return
         if plan is None:
             return
@@ -100,7 +116,7 @@ class StandInReplica:
             self._take(plan)
         except DeltaSyncError as error:
             if not self._take_anchor():
-                self._refuse(plan.target, error)
+                self._refuse(plan.position, error)
 
     def _take_anchor(self) -> bool:
         """What a live replica does about a refused delta once complete weights are there."""
@@ -120,12 +136,12 @@ class StandInReplica:
         self.served.append(plan.target.version)
         self._acknowledge("live")
 
-    def _refuse(self, target: Manifest, error: DeltaSyncError) -> None:
+    def _refuse(self, target: Position, error: DeltaSyncError) -> None:
         """Counted once for as long as it stays the same refusal, as the plugin does."""
         self.refusals += self.refusal is None or self.refusal["error"] != str(error)
         self.refusal = {
             "version": target.version,
-            "manifest": target.sha256,
+            "manifest": target.manifest,
             "object": None,
             "kind": type(error).__name__,
             "error": str(error),
@@ -184,6 +200,7 @@ class StandInReplica:
                 "newest_version": None,
                 "uri": self.shown_uri,
                 "codecs": self.codecs,
+                "pinned_keys": list(self.ledger.keys.ids) if self.ledger.keys else [],
                 "pinned": self.pinned,
             }
 

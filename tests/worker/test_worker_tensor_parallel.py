@@ -68,13 +68,16 @@ def test_both_ranks_move_together_or_not_at_all(
     replies = live.stage(elsewhere.ledger.plan(Position(1, elsewhere.origin.sha256), None))
     assert [reply["state"] for reply in replies] == ["failed", "failed"]
     assert all("without tensor parallelism" in reply["error"]["error"] for reply in replies), replies
-    assert oks(live.rpc("attach", {"uri": publisher.uri, "fault": {"rank": 1, "at": "commit_half"}})) == [True, True]
+    cache = tmp_path / "cache"
+    config = {"uri": publisher.uri, "fault": {"rank": 1, "at": "commit_half"}, "cache": str(cache)}
+    assert oks(live.rpc("attach", config)) == [True, True]
 
     old_tokens = live.tokens()
     manifest = publisher.delta(new)
     plan = publisher.ledger.plan(Position(publisher.origin.version, publisher.origin.sha256), None)
     assert plan is not None
     staged = live.stage(plan)
+    assert {path.name for path in cache.iterdir()} == {ref.sha256 for ref in manifest.objects}, "both read it there"
     change = layout.combine([reply["parts"] for reply in staged])
     assert {n: (before[n] + change[n]) % 2**64 for n in change} == {n: s.digest for n, s in manifest.tensors.items()}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,12 +16,13 @@ Kind = Literal["status", "delay", "drop", "drop after", "stall", "flip", "stale"
 
 @dataclass
 class Fault:
-    """One rule: ``times`` (None: always) and with probability ``rate``, where ``where`` is found in "METHOD /path".
+    """One rule: ``times`` (None: always) and with probability ``rate``, where ``where`` is found in "METHOD /path",
+    not counting the first ``skip`` such requests.
 
     ``status`` answers with it, ``headers`` and ``text``; ``delay`` waits ``seconds``, ``stall`` does so and answers
     nothing; ``drop`` closes the connection, ``drop after`` does so once the request was carried out; ``flip`` changes
     a bit of the answer; ``stale`` lists what there was ``seconds`` ago; ``fail some`` fails the paths that match
-    ``text`` in a batch.
+    ``text`` in a batch. ``call`` is called at the moment of a drop.
     """
 
     kind: Kind
@@ -31,6 +33,8 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     seconds: float = 1.0
     text: str = ""
+    skip: int = 0
+    call: Callable[[], object] | None = None
 
 
 class Faults:
@@ -60,6 +64,9 @@ class Faults:
                 if fault.times == 0 or not re.search(fault.where, request.line):
                     continue
                 if self._random.random() >= fault.rate:
+                    continue
+                if fault.skip > 0:
+                    fault.skip -= 1
                     continue
                 if fault.times is not None:
                     fault.times -= 1

@@ -84,13 +84,13 @@ class TestHub:
         answer = self.cas.answer(request) if kind == "cas" else self.api.answer(request, fault)
         if fault and fault.kind == "flip":
             return flipped(answer)
-        return None if fault and fault.kind == "drop after" else answer
+        return _hang_up(fault) if fault and fault.kind == "drop after" else answer
 
     def _early(self, fault: Fault) -> Answer | object | None:
         if fault.kind == "status":
             return Answer(fault.status, fault.text.encode() or b"injected", dict(fault.headers))
         if fault.kind == "drop":
-            return None
+            return _hang_up(fault)
         if fault.kind in ("delay", "stall"):
             self.api.closing.wait(fault.seconds)
             return None if fault.kind == "stall" else _CARRY_ON
@@ -98,6 +98,11 @@ class TestHub:
 
 
 _CARRY_ON = object()
+
+
+def _hang_up(fault: Fault) -> None:
+    if fault.call:
+        fault.call()
 
 
 def kind_of(path: str) -> str:

@@ -166,16 +166,18 @@ class Ledger:
         *,
         prefer_anchor: bool = False,
         use_folds: bool = True,
+        target: Manifest | None = None,
     ) -> Plan | None:
         """How a replica gets to the newest version; None if it is there, or if there is no version yet.
 
         ``position``: what it serves, None if unknown; ``live_state``: state digest of the bits in its memory, None if
-        unknown; ``prefer_anchor``: trust neither; ``use_folds``: take a fold of several deltas where it is smaller.
+        unknown; ``prefer_anchor``: trust neither; ``use_folds``: take a fold of several deltas where it is smaller;
+        ``target``: this version rather than the newest, wherever it is.
         Costs one read for each version on the way, and a listing where there are several.
         ChainError if no start exists; FormatError or IntegrityError if only damage stands in the way.
         """
-        head = self.head()
-        if head is None or not (prefer_anchor or self.is_ahead(head, position)):
+        head = target or self.head()
+        if head is None or not (prefer_anchor or target or self.is_ahead(head, position)):
             return None
         known = (None, None) if prefer_anchor else (position, live_state)
         return build_plan(self, head, *known, use_folds=use_folds)

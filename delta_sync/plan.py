@@ -8,7 +8,7 @@ from typing import Literal
 
 from delta_sync.manifest import AnchorRecord, FoldRecord, Manifest, TensorState
 
-Start = Literal["position", "live", "anchor"]
+Start = Literal["position", "live", "anchor", "back"]
 Step = Manifest | FoldRecord  # both have run, version, base_version, objects, tensors, codec and state_digest
 
 
@@ -25,7 +25,8 @@ class Plan:
     """Begin at ``start``, apply the objects of ``deltas``, some of them folds of several, in order: be at ``target``.
 
     ``start``: "position" (the bits the replica serves as of its position), "live" (those bits are some version's,
-    proven by their state digest) or "anchor" (complete weights of ``anchor``, taken first).
+    proven by their state digest), "anchor" (complete weights of ``anchor``, taken first) or "back" (the bits at the end
+    of ``deltas``, which are undone).
     ``tensors``: every tensor that anchor and deltas touch, with its state at ``target``.
     """
 

@@ -33,6 +33,7 @@ class Seen:
     replicas: Mapping[str, Refusal | None] = field(default_factory=dict)
     trouble: str | None = None
     pinned_keys: tuple[str, ...] = ()
+    pinned: int | None = None
 
 
 class ServedWait:
@@ -53,8 +54,8 @@ class ServedWait:
         """Return the served version once it covers ``step``; refusals met on the way go to the publisher.
 
         SyncTimeoutError after ``sync_timeout`` seconds names server, version wanted and served, and the last error;
-        ConflictError if the server serves another trainer's newer version; MappingError if it can't take this model's,
-        SignatureError if it won't take what this trainer signs;
+        ConflictError if the server serves another trainer's newer version, or is held at an older one;
+        MappingError if it can't take this model's, SignatureError if it won't take what this trainer signs;
         whatever stopped the publisher.
         """
         start = time.monotonic()
@@ -64,6 +65,7 @@ class ServedWait:
             seen = self.look()
             wanted, served = self._publisher.covering(step), self._served(seen)
             self._raise_if_hopeless(seen)
+            self._raise_if_pinned(seen, wanted)
             self._publisher.report(seen.replicas)
             if wanted is not None and served is not None and served.version >= wanted.version:
                 return served
@@ -113,6 +115,16 @@ class ServedWait:
                     remedy="pin this trainer's public key there, or set signing_key here to a key that is pinned",
                 )
 
+    def _raise_if_pinned(self, seen: Seen, wanted: Published | None) -> None:
+        """Its operator holds the server at an older version: what is wanted comes only when they let it go."""
+        if seen.pinned is not None and wanted is not None and seen.pinned < wanted.version:
+            raise ConflictError(
+                f"waiting for {self._status.url}",
+                expected=f"version {wanted.version}",
+                got=f"a server that its operator holds at version {seen.pinned}",
+                remedy="POST /delta_sync/unpin there, then resume training",
+            )
+
     def _served(self, seen: Seen) -> Published | None:
         """The version of ours that the server serves, proven by its manifest's digest."""
         if seen.version is None:
@@ -146,7 +158,8 @@ class ServedWait:
 def _seen(status: ServerStatus) -> Seen:
     trouble = status.last_error or (None if status.state == "live" else f"state {status.state}")
     replicas = {status.replica: status.refusal}
-    return Seen(status.version, status.epoch, status.manifest, replicas, trouble, status.pinned_keys)
+    keys = status.pinned_keys
+    return Seen(status.version, status.epoch, status.manifest, replicas, trouble, keys, status.pinned)
 
 
 def wait_for_live_state(status: StatusClient, timeout: float) -> ServerStatus:

@@ -34,6 +34,7 @@ class ServerStatus:
     uri: str | None = None
     codecs: tuple[str, ...] = ()
     pinned_keys: tuple[str, ...] = ()  # ids of the public keys of which one must have signed what it takes
+    pinned: int | None = None  # the version its operator holds it at
 
 
 class StatusClient:
@@ -89,6 +90,7 @@ def parse_status(body: object) -> ServerStatus:
         uri=_field(fields, "uri", str),
         codecs=_texts(fields, "codecs"),
         pinned_keys=_texts(fields, "pinned_keys"),
+        pinned=_field(fields, "pinned", int),
     )
 
 

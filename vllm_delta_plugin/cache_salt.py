@@ -1,11 +1,16 @@
-"""Prefix-cache salt: cached blocks of one commit generation are never found by requests of another."""
+"""Prefix-cache salt: what was cached under older weights is found only as far as a version's policy allows."""
 
 from __future__ import annotations
 
 import secrets
+import threading
+from collections import OrderedDict
 from typing import Any, Protocol
 
+from delta_sync.manifest import PromptCache
+
 ATTRIBUTE = "delta_sync_salted"
+_SESSIONS = 65536  # remembered; the one idle longest begins anew, which is always safe
 
 
 class HashedRequest(Protocol):
@@ -19,15 +24,40 @@ class HashedRequest(Protocol):
 
 
 class CacheSalt:
-    """A commit generation that only grows, under a nonce no other engine run shares (caches may outlive a run)."""
+    """A commit generation that only grows, under a nonce no other engine run shares (caches may outlive a run).
+
+    Requests see the blocks cached since generation ``current``: the last one whose commit closed the cache,
+    or, for a session that such a commit let go on, the one in which it began. Safe to call from any thread.
+    """
 
     def __init__(self) -> None:
         self._nonce = secrets.token_hex(8)
+        self._lock = threading.Lock()
+        self._sessions: OrderedDict[str, int] = OrderedDict()
+        self._open = 0
         self.generation = 0
 
-    def advance(self) -> None:
-        """A commit or a rollback happened: nothing cached before may be found again."""
-        self.generation += 1
+    def advance(self, keep: PromptCache = "none") -> None:
+        """A commit or a rollback happened. What was cached before may be found by nobody ("none"), by sessions that
+        began before it ("new_session": only new ones begin without), or by "all".
+        """
+        with self._lock:
+            self.generation += 1
+            if keep != "all":
+                self._open = self.generation
+            if keep == "none":
+                self._sessions.clear()
+
+    def current(self, session: str | None = None) -> int:
+        """The generation whose blocks a request may find; a session's first request sets it for the session."""
+        with self._lock:
+            if session is None:
+                return self._open
+            found = self._sessions.setdefault(session, self._open)
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > _SESSIONS:
+                self._sessions.popitem(last=False)
+            return found
 
     def combine(self, generation: int, user_salt: str | None) -> str:
         """The salt of a generation for a request that asked for ``user_salt``."""
@@ -37,10 +67,11 @@ class CacheSalt:
 class Salted:
     """Remembers what one request asked for and which generation its block hashes belong to."""
 
-    __slots__ = ("generation", "salt", "user_salt")
+    __slots__ = ("generation", "salt", "session", "user_salt")
 
-    def __init__(self, salt: CacheSalt, user_salt: str | None) -> None:
-        self.salt, self.user_salt, self.generation = salt, user_salt, salt.generation
+    def __init__(self, salt: CacheSalt, user_salt: str | None, session: str | None = None) -> None:
+        self.salt, self.user_salt, self.session = salt, user_salt, session
+        self.generation = salt.current(session)
 
     @property
     def cache_salt(self) -> str:
@@ -48,15 +79,16 @@ class Salted:
         return self.salt.combine(self.generation, self.user_salt)
 
     def refresh(self, request: HashedRequest) -> bool:
-        """Hash the request's blocks anew if a commit happened since; True if it did.
+        """Hash the request's blocks anew if its cache was closed since; True if it was.
 
         Called when the scheduler is about to look a request up in the prefix cache, so that only requests
         without computed tokens change: new, waiting and preempted ones. Running requests keep their hashes,
         which no later request can have.
         """
-        if self.generation == self.salt.generation:
+        current = self.salt.current(self.session)
+        if self.generation == current:
             return False
-        self.generation = self.salt.generation
+        self.generation = current
         request.cache_salt = self.cache_salt
         request.block_hashes = []
         request.update_block_hashes()

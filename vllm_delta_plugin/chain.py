@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from delta_sync.context_file import decode_against
 from delta_sync.delta import fold
-from delta_sync.errors import FormatError, MappingError
+from delta_sync.errors import ChainError, FormatError, MappingError
 from delta_sync.tensor_delta import TensorDelta
 from vllm_delta_plugin.base_bits import BaseBits
 from vllm_delta_plugin.staged import StageTooLargeError
@@ -76,6 +77,19 @@ def drop_aliases(folded: Folded, aliases: Mapping[str, str]) -> None:
                 got="another change",
                 remedy="tie the weights in training too, or serve with tie_word_embeddings off",
             )
+
+
+def undone(folded: Folded) -> Folded:
+    """The changes that lead back; ChainError if one is by absolute bits, which do not say what was there before."""
+    for name, deltas in folded.items():
+        if any(delta.encoding == "raw" for delta in deltas):
+            raise ChainError(
+                f"change of tensor {name!r}",
+                expected="steps, which can be undone",
+                got="absolute bits",
+                remedy="attach an anchor to the older version",
+            )
+    return {n: [replace(d, values=np.negative(d.values)) for d in deltas] for n, deltas in folded.items()}
 
 
 def _equal(one: Sequence[TensorDelta], other: Sequence[TensorDelta]) -> bool:

@@ -14,6 +14,7 @@ from delta_sync.store.open import redact_uri
 
 ENVIRONMENT = "DELTA_SYNC_CONFIG"
 ADDITIONAL_CONFIG = "delta_sync"
+CHOICES = {"transition": ("async", "recompute", "sync")}
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class ReplicaConfig:
     cache: a folder that the engines of one machine share, so that each object is downloaded once; cache_gib: most that
     is kept there.
     audit_commits, audit_period: a full scan of live memory finishes once per so many commits, or after so long.
+    transition: what becomes of requests that run when weights change: "async" (they go on with the cache they have),
+    "recompute" (they go on over a cache made anew) or "sync" (they end before it, new ones wait).
+    max_lag: versions that the replica may be behind the newest and still call itself ready (default: any number).
     fault: faults to inject, for tests only; passed to the workers as it is.
     """
 
@@ -46,6 +50,8 @@ class ReplicaConfig:
     cache_gib: float = 64.0
     audit_commits: int = 32
     audit_period: float = 600.0
+    transition: str = "async"
+    max_lag: int | None = None
     fault: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -109,6 +115,8 @@ def _check(name: str, annotation: str, value: object) -> None:
         "Mapping[str, Any]": Mapping,
         "Sequence[str]": (list, tuple),
     }[annotation]
+    if value not in (choices := CHOICES.get(name, (value,))):
+        raise FormatError(f"delta_sync config {name!r}", expected=f"one of {choices}", got=repr(value))
     is_bool = isinstance(value, bool)
     texts = not isinstance(value, list | tuple) or all(isinstance(item, str) for item in value)
     if not texts or not isinstance(value, expected) or (is_bool and annotation != "bool"):

@@ -14,19 +14,18 @@ from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest
 from delta_sync.plan import Plan, Position
 from vllm_delta_plugin.config import ReplicaConfig
+from vllm_delta_plugin.control import Control
 from vllm_delta_plugin.engine_commit import RolledBack
-from vllm_delta_plugin.engine_load import TOO_LARGE
-from vllm_delta_plugin.engine_stage import Staged
 from vllm_delta_plugin.holding import Hold
 from vllm_delta_plugin.live import Live
 from vllm_delta_plugin.log import logger
 from vllm_delta_plugin.main_thread import EngineBroken, Stopped
-from vllm_delta_plugin.ranks import RankError
+from vllm_delta_plugin.ranks import RankError, is_transient
 from vllm_delta_plugin.reporter import Reporter
 from vllm_delta_plugin.status import Status, as_mapping
+from vllm_delta_plugin.taker import Taker
 from vllm_delta_plugin.waiters import Waiters
 
-_TRANSIENT = ("StoreError", "SyncTimeoutError")  # kinds of a rank's error that say nothing about the version
 _GONE = "NotFoundError"  # a rank's error: an object of the plan was deleted, by retention or by accident
 _RE_ANCHORS = 2  # tries in turn to get past deleted objects before one is refused as lost
 _NO_WAY = (ChainError, FormatError, IntegrityError)  # what a plan fails with until somebody repairs the run
@@ -44,7 +43,10 @@ class Coordinator:
         self._config, self._ledger, self._live, self.status = config, ledger, live, status
         self._stop = stop
         self._report = Reporter(ledger, status, config.acknowledge)
+        self._taker = Taker(live, status, self._report)
+        self._control = Control(ledger, live, status, self._taker, self._scan_now)
         self._hold = Hold(config.retry)
+        self._wake = threading.Event()  # ends a pause of the thread early
         self._waiters = Waiters()
         self._scans: list[Future[dict[str, Any]]] = []
         self._newest: Manifest | None = None
@@ -64,12 +66,24 @@ class Coordinator:
     def stop(self, timeout: float = 5.0) -> None:
         """End the thread; a read from the store that takes longer than ``timeout`` seconds is left behind."""
         self._stop.set()
+        self._wake.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
     def wait_for(self, version: int | None, timeout: float) -> Future[dict[str, Any]]:
         """A future status, done when ``version`` (default: the newest now) is served or time is over."""
         return self._waiters.add(version, timeout)
+
+    def command(self, action: str, version: int | None, timeout: float) -> Future[dict[str, Any]]:
+        """A future answer to what an operator asks; see Control.submit."""
+        future = self._control.submit(action, version, timeout)
+        self._wake.set()
+        return future
+
+    def hint(self) -> None:
+        """Look at the store at once: somebody says that there is something new."""
+        self._hold.hurry()
+        self._wake.set()
 
     def scan(self) -> Future[dict[str, Any]]:
         """A future ``tensors`` answer made by a full scan of live memory that starts now."""
@@ -103,6 +117,8 @@ class Coordinator:
         """Beside the coordinator's thread, which a store may hold up: deadlines of clients, and a word in status."""
         while not self._stop.wait(_TICK):
             self._waiters.expire(self.status.to_dict)
+            self._control.expire()
+            self._live.gate.expire()
             since = self._asking_since
             if since is not None and time.monotonic() - since > _SLOW_STORE:
                 error = StoreError(
@@ -125,6 +141,10 @@ class Coordinator:
         """One look at everything there is to do; returns within about a second unless a version is taken."""
         self._serve_waiters()
         self._audit()
+        if self._control and not self._live.must_audit:
+            self._control.obey()
+            self._arrived()
+            return
         try:
             with self._asking():
                 newest = self._look()
@@ -138,11 +158,7 @@ class Coordinator:
             return
         with self._asking():
             plan = self._plan()
-        if plan is None:
-            return
-        if plan.start != "anchor" and not plan.deltas:
-            self._adopt(plan)
-        else:
+        if plan is not None:
             self._take(plan)
 
     # -- watching ------------------------------------------------------------------------------
@@ -151,20 +167,27 @@ class Coordinator:
         """The newest version if there is something to do about it."""
         busy = self._live.auditing or self._scans or self._waiters
         seconds = _BUSY_TURN if busy else _TURN
-        if self._hold.active:
-            self._stop.wait(min(seconds, self._config.poll))
+        pinned = self._control.target
+        if self._hold.active or pinned is not None:
+            self._wake.wait(min(seconds, self._config.poll))
             newest = self._ledger.head()
-            if newest is None or not self._hold.over(self._signal(newest)):
-                return None
         else:
             newest = self._ledger.wait_newer(
-                self._live.position, time.monotonic() + seconds, self._stop, poll_seconds=self._config.poll
+                self._live.position, time.monotonic() + seconds, self._wake, poll_seconds=self._config.poll
             )
+        self._wake.clear()
         self.status.update(looked_at=time.time())
-        if newest is not None:
-            self._newest = newest
-            self.status.saw(newest.version)
-        return newest
+        if newest is None:
+            return None
+        self._newest = newest
+        self.status.saw(newest.version)
+        if self._hold.active and not self._hold.over(self._signal(newest)):
+            return None
+        return None if self._is_at(pinned) else newest
+
+    def _is_at(self, pinned: Manifest | None) -> bool:
+        at = self._live.position
+        return pinned is not None and at is not None and at.manifest == pinned.sha256
 
     def _cannot_read_newest(self, error: DeltaSyncError) -> None:
         """The newest version's manifest, or what HEAD says of it, is damaged: a refusal, so that it is healed."""
@@ -184,7 +207,11 @@ class Coordinator:
         anchor = self._should_take_anchor(position)
         try:
             plan = self._ledger.plan(
-                position, self._live.state_digest, prefer_anchor=anchor, use_folds=self.status.refusal is None
+                position,
+                self._live.state_digest,
+                prefer_anchor=anchor,
+                use_folds=self.status.refusal is None,
+                target=self._control.target,
             )
         except _NO_WAY as error:
             self._tried_anchor = anchor
@@ -222,66 +249,26 @@ class Coordinator:
     # -- taking a version ----------------------------------------------------------------------
 
     def _take(self, plan: Plan) -> None:
-        if self._live.lost:
-            self._load(plan)
-            return
         try:
-            staged = self._live.stage(plan)
+            self._taker.take(plan)
+        except RolledBack:
+            self._hold.start()
         except RankError as error:
-            if error.kind in _TRANSIENT:
+            if is_transient(error):
                 raise
-            if error.kind == TOO_LARGE and plan.start == "anchor":
-                self._load(plan)
-            elif error.kind == _GONE and self._passed_by():
+            if error.kind == _GONE and not self._live.lost and self._passed_by():
                 self._report.passed_by(plan, error)
             else:
                 self._refuse(plan, error)
         except (IntegrityError, MappingError) as error:
             self._refuse(plan, error)
         else:
-            self._commit(staged)
+            self._arrived()
 
     def _passed_by(self) -> bool:
         """Whether an anchor leads past an object that was deleted: then nothing is refused, and the anchor is next."""
         self._gone += 1
         return self._gone <= _RE_ANCHORS and self._anchor_past(self._live.position)
-
-    def _commit(self, staged: Staged) -> None:
-        self.status.update(staged=staged.plan.target.version)
-        try:
-            committed = self._live.commit(staged)
-        except RolledBack as error:
-            self._report.rolled_back(error, self._live.generation)
-            self._live.drop()
-            self._live.request_audit()
-            self._hold.start()
-            return
-        finally:
-            self.status.update(staged=None)
-        if committed.unsettled is not None:
-            self.status.note_error(committed.unsettled)
-        self._report.committed(staged, committed.milliseconds, self._live.generation)
-        self._arrived()
-
-    def _load(self, plan: Plan) -> None:
-        """Take an anchor that is too large to stage; until that succeeds nothing is served."""
-        self.status.unproven()
-        logger.info("delta sync: pausing to load version %d in place", plan.target.version)
-        try:
-            milliseconds = self._live.load(plan)
-        except (RankError, IntegrityError, MappingError) as error:
-            if isinstance(error, RankError) and error.kind in _TRANSIENT:
-                raise
-            self._refuse(plan, error)
-            return
-        self._report.loaded(plan.target, milliseconds, self._live.generation)
-        self._arrived()
-
-    def _adopt(self, plan: Plan) -> None:
-        """The live bits already are the target's: nothing to write, nothing to forget."""
-        self._live.adopt(plan)
-        self._report.adopted(plan.target, self._live.generation)
-        self._arrived()
 
     def _arrived(self) -> None:
         self._hold.clear()
@@ -311,6 +298,14 @@ class Coordinator:
         answer, scans, self._scans = self.tensors(), self._scans, []
         for future in scans:
             future.set_result(answer)
+
+    def _scan_now(self) -> None:
+        """Return once a scan of live memory is done, and what it found is known."""
+        before = self.status.audit.completed
+        self._live.request_audit()
+        while self.status.audit.completed == before and not self._stop.wait(_TICK / 2):
+            self._live.request_audit()
+            self._audit()
 
     def _serve_waiters(self) -> None:
         if not self._waiters:

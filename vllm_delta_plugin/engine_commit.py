@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from delta_sync.manifest import PromptCache
 from vllm_delta_plugin.cache_salt import CacheSalt
 from vllm_delta_plugin.main_thread import EngineBroken
 from vllm_delta_plugin.ranks import RankError, Ranks, first_failure
@@ -29,21 +30,24 @@ class RolledBack(RankError):
 
 @dataclass(frozen=True)
 class Committed:
-    """Milliseconds the engine's thread was busy; ``unsettled`` if a rank could not free its undo buffer."""
+    """Milliseconds the engine's thread was busy; ``unsettled``: what failed once the weights were live, if anything.
+
+    That is freeing a rank's undo buffer, or making running requests prefill anew.
+    """
 
     milliseconds: float
-    unsettled: RankError | None
+    unsettled: Exception | None
 
 
-def commit_all(ranks: Ranks, salt: CacheSalt, version: int) -> Committed:
-    """Swap the staged bits in on every rank; must run on the engine's thread.
+def commit_all(ranks: Ranks, salt: CacheSalt, version: int, keep: PromptCache) -> Committed:
+    """Swap the staged bits in on every rank; must run on the engine's thread. ``keep``: which cached prompts remain.
 
     RolledBack if a rank failed and all were undone; EngineBroken if one could not be undone.
     """
     started = time.perf_counter()
     replies = ranks.ask("commit", version)
     failed = first_failure(replies)
-    salt.advance()  # also after a rollback: a generation is never reused
+    salt.advance(keep if failed is None else "none")  # also after a rollback: a generation is never reused
     if failed is not None:
         _undo(ranks, version, failed)
         raise RolledBack.of(failed)

@@ -58,7 +58,7 @@ class DeltaSync:
         self._ranks = Ranks(collective_rpc)
         store, keys = open_store(config.uri), load_public_keys(config.public_keys)
         acks = None if config.ack_uri is None else open_ack_store(config.ack_uri)
-        live = Live(config, self._ranks, self.main, self.salt, pause(self.main, self._stop))
+        live = self._live = Live(config, self._ranks, self.main, self.salt, pause(self.main, self._stop))
         self._status = Status(_facts(config, engine, live, keys))
         if live.state_digest is None:
             raise MappingError("replicated weights", expected="equal on all ranks after loading", got="different bits")
@@ -76,13 +76,21 @@ class DeltaSync:
         """End the background thread."""
         self._coordinator.stop()
 
-    def salted(self, user_salt: str | None) -> Salted:
+    def salted(self, user_salt: str | None, session: str | None) -> Salted:
         """The prefix-cache salt for a new request."""
-        return Salted(self.salt, user_salt)
+        return Salted(self.salt, user_salt, session)
+
+    def enter(self, timeout: float) -> Future[bool]:
+        """Whether a new request may come in, once no drain is going on or after ``timeout`` seconds."""
+        return self._live.gate.enter(timeout)
+
+    def label(self) -> str:
+        """What a batch that is scheduled now is computed by."""
+        return self._live.label.encode()
 
     def status(self) -> dict[str, Any]:
         """The JSON of /delta_sync/status."""
-        return self._status.to_dict()
+        return {**self._status.to_dict(), "draining": self._live.gate.closed}
 
     def tensors(self, scan: bool) -> dict[str, Any] | Future[dict[str, Any]]:
         """The JSON of /delta_sync/tensors: proven digests, or those of a scan that starts now."""
@@ -91,6 +99,15 @@ class DeltaSync:
     def wait_for(self, version: int | None, timeout: float) -> Future[dict[str, Any]]:
         """Status once ``version`` (default: the newest now) is served, or after ``timeout`` seconds."""
         return self._coordinator.wait_for(version, timeout)
+
+    def control(self, action: str, version: int | None, timeout: float) -> Future[dict[str, Any]]:
+        """A future answer to pin, unpin, rollback or reload."""
+        return self._coordinator.command(action, version, timeout)
+
+    def hint(self) -> dict[str, Any]:
+        """Look at the store at once; the status before."""
+        self._coordinator.hint()
+        return self.status()
 
     def read_tensor(self, name: str) -> dict[str, Any]:
         """One tensor's live bytes, assembled from all ranks: {dtype, shape, version, data}, or {error}."""
@@ -117,4 +134,6 @@ def _facts(config: ReplicaConfig, engine: EngineFacts, live: Live, keys: PublicK
         model_fingerprint=live.fingerprint,
         codecs=(DEFAULT_CODEC, CONTEXT_CODEC) if live.ranks == 1 else (DEFAULT_CODEC,),
         pinned_keys=keys.ids if keys else (),
+        transition=config.transition,
+        max_lag=config.max_lag,
     )

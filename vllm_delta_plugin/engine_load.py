@@ -24,11 +24,14 @@ _POLL = 0.05  # seconds
 class Pause(Protocol):
     """What stops the engine from stepping."""
 
-    def begin(self) -> None:
-        """Return once no step runs or will run."""
+    def begin(self, drain: bool = False) -> None:
+        """Return once no step runs or will run; ``drain``: running requests end first."""
 
     def end(self) -> None:
         """Step again."""
+
+    def recompute(self) -> None:
+        """Make running requests prefill again; on the engine's thread."""
 
 
 def load_dense(

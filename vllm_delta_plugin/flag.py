@@ -12,7 +12,8 @@ from typing import Any
 from delta_sync.errors import FormatError
 from delta_sync.signing import load_public_keys
 from delta_sync.store.open import check_uri
-from vllm_delta_plugin.config import ADDITIONAL_CONFIG, ENVIRONMENT, ReplicaConfig, parse_json
+from vllm_delta_plugin.api_key import ADMIN_KEY, Secret
+from vllm_delta_plugin.config import ADDITIONAL_CONFIG, CHOICES, ENVIRONMENT, ReplicaConfig, parse_json
 
 WORKER_EXTENSION = "vllm_delta_plugin.worker_extension.DeltaSyncWorkerExtension"
 PLUGIN = "delta_sync"
@@ -21,6 +22,8 @@ _FLAGS = {
     "delta_sync_public_key": "public_keys",
     "delta_sync_ack_uri": "ack_uri",
     "delta_sync_cache": "cache",
+    "delta_sync_transition": "transition",
+    "delta_sync_max_lag": "max_lag",
 }
 _ENDPOINTS = "vllm.endpoint_plugins"
 
@@ -53,6 +56,27 @@ def add_arguments(parser: Any) -> None:
         metavar="JSON",
         default=None,
         help='More settings as a JSON object, for example \'{"replica": "a", "read_back": true}\'.',
+    )
+    group.add_argument(
+        "--delta-sync-transition",
+        choices=CHOICES["transition"],
+        default=None,
+        help="What becomes of requests that run when weights change (default: async).",
+    )
+    group.add_argument(
+        "--delta-sync-max-lag",
+        type=int,
+        metavar="VERSIONS",
+        default=None,
+        help="GET /delta_sync/ready says 503 while the replica is further behind than this.",
+    )
+    group.add_argument(
+        "--delta-sync-admin-key",
+        type=Secret,
+        metavar="KEY",
+        default=None,
+        help="Turns POST /delta_sync/{pin,unpin,rollback,reload} on for whoever knows the key. "
+        f"Better set {ADMIN_KEY}: a command line can be read by every user of the machine.",
     )
     group.add_argument(
         "--delta-sync-cache",

@@ -28,6 +28,10 @@ class Hold:
         self._until = time.monotonic() + self._pause
         self._signal = signal
 
+    def hurry(self) -> None:
+        """Whatever the next try was to wait for, it may be now."""
+        self._until = 0.0
+
     def over(self, signal: Hashable = None) -> bool:
         """True if it is time for the next try."""
         if not self.active or time.monotonic() >= self._until:

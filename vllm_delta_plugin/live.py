@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from delta_sync.digest import model_fingerprint
 from delta_sync.errors import IntegrityError, MappingError
-from delta_sync.manifest import TensorState
+from delta_sync.manifest import Manifest, PromptCache, TensorState
 from delta_sync.plan import Plan, Position
 from vllm_delta_plugin.cache_salt import CacheSalt
 from vllm_delta_plugin.config import ReplicaConfig
@@ -17,9 +17,13 @@ from vllm_delta_plugin.engine_audit import Auditor, compare
 from vllm_delta_plugin.engine_commit import Committed, commit_all
 from vllm_delta_plugin.engine_load import Pause, load_dense
 from vllm_delta_plugin.engine_stage import Staged, Stager
+from vllm_delta_plugin.gate import Gate
 from vllm_delta_plugin.main_thread import MainThread
 from vllm_delta_plugin.proof import Layout, Proven, Sums
 from vllm_delta_plugin.ranks import Ranks, Reply
+from vllm_delta_plugin.weights_label import WeightsLabel
+
+_STRICTEST_FIRST: tuple[PromptCache, ...] = ("none", "new_session", "all")
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class Live:
 
     def __init__(self, config: ReplicaConfig, ranks: Ranks, main: MainThread, salt: CacheSalt, pause: Pause) -> None:
         self._ranks, self._main, self._salt, self._pause = ranks, main, salt, pause
-        self._timeout = config.stage_timeout
+        self._timeout, self._transition = config.stage_timeout, config.transition
+        self.gate = Gate()
         self.lost = False  # a load in place failed half way: the engine is paused until one succeeds
         replies = ranks.tell("attach", config.to_dict())
         sums = [reply["regions"] for reply in replies]
@@ -46,10 +51,22 @@ class Live:
         self._layout = Layout(_tensors(replies), sums)
         self._stager = Stager(main, ranks, config.stage_timeout)
         self._auditor = Auditor(main, ranks, config.audit_commits, config.audit_period)
-        self.position: Position | None = None
+        self._serves: Manifest | None = None
         self.fingerprint = model_fingerprint(self._layout.states(dict.fromkeys(self._layout.tensors, 0)))
         self._proven: Proven | None = None
         self.forget(sums)
+
+    @property
+    def position(self) -> Position | None:
+        """Where the live weights are, None while they are no proven version's."""
+        serves = self._serves
+        return None if serves is None else Position(serves.version, serves.sha256)
+
+    @property
+    def label(self) -> WeightsLabel:
+        """The same, as tokens are labelled with it."""
+        serves = self._serves  # read once: another thread may set it
+        return WeightsLabel() if serves is None else WeightsLabel(serves.version, serves.epoch)
 
     @property
     def tensor_count(self) -> int:
@@ -89,15 +106,40 @@ class Live:
         self._stager.drop()
 
     def commit(self, staged: Staged) -> Committed:
-        """Make a staged plan live on all ranks or none; see commit_all."""
-        return self._main.run(lambda: self._commit(staged))
+        """Make a staged plan live on all ranks or none; see commit_all. With "sync" running requests end first."""
+        if self._transition != "sync":
+            return self._main.run(lambda: self._commit(staged))
+        try:
+            self._stop_stepping()
+            return self._main.run(lambda: self._commit(staged))
+        finally:
+            self._step_again()
+
+    def _stop_stepping(self) -> None:
+        """With "sync" running requests end first, and new ones wait at the gate."""
+        drain = self._transition == "sync"
+        if drain:
+            self.gate.close()
+        self._pause.begin(drain)
+
+    def _step_again(self) -> None:
+        self._pause.end()
+        self.gate.open()
 
     def _commit(self, staged: Staged) -> Committed:
         """On the engine's thread, so that whatever it reads next sees new bits and new position together."""
-        committed = commit_all(self._ranks, self._salt, staged.plan.target.version)
-        self.position = staged.plan.position
+        plan = staged.plan
+        committed = commit_all(self._ranks, self._salt, plan.target.version, _cache_that_remains(plan))
+        self._serves = plan.target
         self._sums, self._proven = staged.after.sums, staged.after
         self._auditor.committed()
+        return self._recompute(committed) if self._transition == "recompute" else committed
+
+    def _recompute(self, committed: Committed) -> Committed:
+        try:
+            self._pause.recompute()
+        except RuntimeError as error:  # vLLM's: a request's cache is just being moved
+            return replace(committed, unsettled=committed.unsettled or error)
         return committed
 
     def load(self, plan: Plan) -> float:
@@ -105,22 +147,24 @@ class Live:
 
         On any error nothing is known about the weights any more and the engine stays paused.
         """
-        self._pause.begin()
+        self._stop_stepping()
         started = time.perf_counter()
-        self.position, self._proven, self.lost = None, None, True
+        self._serves, self._proven, self.lost = None, None, True
         proven = load_dense(plan, self._layout, self._main, self._ranks, self._timeout, self._salt.advance)
-        self.position, self._sums, self._proven, self.lost = plan.position, proven.sums, proven, False
+        self._serves, self._sums, self._proven, self.lost = plan.target, proven.sums, proven, False
         self._auditor.committed()
-        self._pause.end()
+        if self._transition == "recompute":
+            self._main.run(self._pause.recompute)
+        self._step_again()
         return (time.perf_counter() - started) * 1e3
 
     def adopt(self, plan: Plan) -> None:
         """The live bits are the target's already."""
-        self.position = plan.position
+        self._serves = plan.target
 
     def forget(self, found: Sequence[Sums]) -> None:
         """Trust only what a scan found: no version is known to be live."""
-        self.position, self._sums = None, found
+        self._serves, self._sums = None, found
         try:
             self._proven = Proven.of(self._layout, found)
         except IntegrityError:
@@ -134,6 +178,15 @@ class Live:
         """Start or poll a scan; when it is done, what it found."""
         found = self._auditor.step()
         return None if found is None else Audit(found, compare(found, self._sums))
+
+
+def _cache_that_remains(plan: Plan) -> PromptCache:
+    """The strictest policy of the versions on the way; no cache outlives an anchor, a fold or a way back."""
+    manifests = [step for step in plan.deltas if isinstance(step, Manifest)]
+    if plan.start in ("anchor", "back") or len(manifests) < len(plan.deltas):
+        return "none"
+    policies = {manifest.prompt_cache for manifest in manifests}
+    return next((policy for policy in _STRICTEST_FIRST if policy in policies), "none")
 
 
 def _tensors(replies: Sequence[Reply]) -> dict[str, tuple[str, tuple[int, ...]]]:

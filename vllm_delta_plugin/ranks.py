@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from delta_sync.errors import DeltaSyncError
+from delta_sync.errors import DeltaSyncError, StoreError, SyncTimeoutError
 from vllm_delta_plugin.main_thread import EngineBroken
 
 Reply = Mapping[str, Any]
@@ -22,6 +22,12 @@ class RankError(DeltaSyncError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (RankError, (self.rank, self.kind, self.message, self.object_key))
+
+
+def is_transient(error: DeltaSyncError) -> bool:
+    """Whether an error, here or on a rank, says nothing about the version, so that the same may work later."""
+    kinds = (StoreError, SyncTimeoutError)
+    return isinstance(error, kinds) or getattr(error, "kind", "") in {kind.__name__ for kind in kinds}
 
 
 class Ranks:

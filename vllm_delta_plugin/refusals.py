@@ -25,6 +25,7 @@ def _found(config: Any) -> list[tuple[str, object, str]]:
     model, load, parallel = config.model_config, config.load_config, config.parallel_config
     load_format = str(getattr(load.load_format, "value", load.load_format))
     refuse("quantization", model.quantization, "serve the unquantised checkpoint")
+    refuse("speculative decoding", _draft(config), "serve without a draft model: its weights would stay the old ones")
     refuse("LoRA", config.lora_config and "enabled", "merge adapters while training, serve without --enable-lora")
     refuse("sleep mode", getattr(model, "enable_sleep_mode", False), "serve without --enable-sleep-mode")
     refuse("expert load balancing", getattr(parallel, "enable_eplb", False), "serve without --enable-eplb")
@@ -32,6 +33,12 @@ def _found(config: Any) -> list[tuple[str, object, str]]:
     if load_format not in _LOAD_FORMATS:
         refuse("load format", load_format, f"use one of {', '.join(sorted(_LOAD_FORMATS))}")
     return found
+
+
+def _draft(config: Any) -> object:
+    """The method, if it proposes tokens by weights of its own rather than by what was said before."""
+    method = getattr(getattr(config, "speculative_config", None), "method", None)
+    return None if method in (None, "ngram", "ngram_gpu", "suffix") else method
 
 
 def _offload(config: Any) -> object:

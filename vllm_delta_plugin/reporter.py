@@ -84,7 +84,7 @@ class Reporter:
         served.run = target.run
         served.version, served.epoch, served.manifest = target.version, target.epoch, target.sha256
         served.state_digest, served.commit_generation = target.state_digest, generation
-        self._status.saw(target.version)
+        self._status.saw(max(target.version, self._status.newest_version or 0))
         self._status.healed()
         logger.info("delta sync: serving version %d (%s)", target.version, how)
         self._acknowledge()

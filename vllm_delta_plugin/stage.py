@@ -11,7 +11,7 @@ from delta_sync.tensor_delta import TensorDelta
 from vllm_delta_plugin.anchor_diff import stage_anchor
 from vllm_delta_plugin.background import Job
 from vllm_delta_plugin.base_bits import AnchorBits, live_bits
-from vllm_delta_plugin.chain import Folded, drop_aliases, fold_chain
+from vllm_delta_plugin.chain import Folded, drop_aliases, fold_chain, undone
 from vllm_delta_plugin.commit import Device, Swap
 from vllm_delta_plugin.coverage import WeightMap
 from vllm_delta_plugin.staged import check_delta
@@ -72,4 +72,4 @@ def fold_plan(job: Job[Any], rank: Rank, ledger: Ledger, plan: Plan, limit: int)
         start = AnchorBits(ledger, plan.anchor, weights.aliases)
     folded = fold_chain(ledger, plan.deltas, check, limit, job.reading, start)
     drop_aliases(folded, rank.weights.aliases)
-    return folded
+    return undone(folded) if plan.start == "back" else folded

@@ -26,6 +26,8 @@ class Facts:
     model_fingerprint: str
     codecs: tuple[str, ...] = ()  # of deltas, that this replica can decode
     pinned_keys: tuple[str, ...] = ()  # ids of the public keys of which one must have signed what is taken
+    transition: str = "async"
+    max_lag: int | None = None  # versions that it may be behind and still call itself ready
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Status:
     staged: int | None = None
     refusal: Refusal | None = None
     poisoned: bool = False
+    pinned: int | None = None  # the version an operator holds it at
     last_error: dict[str, Any] | None = None
     _refused: set[Refusal] = field(default_factory=set, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
@@ -99,6 +102,17 @@ class Status:
         if self.refusal is not None:
             return "refused"
         return "waiting" if self.served.version is None else "live"
+
+    @property
+    def lag(self) -> int:
+        """How many versions the store is ahead."""
+        return 0 if self.newest_version is None else max(0, self.newest_version - (self.served.version or 0))
+
+    @property
+    def ready(self) -> bool:
+        """False while poisoned, or behind by more than allowed; a pinned replica is meant to be behind."""
+        late = self.facts.max_lag is not None and self.pinned is None and self.lag > self.facts.max_lag
+        return not self.poisoned and not late
 
     def update(self, **changes: Any) -> None:
         """Set fields together."""
@@ -148,15 +162,16 @@ class Status:
     def to_dict(self) -> dict[str, Any]:
         """One consistent JSON-able snapshot."""
         with self._lock:
-            version, newest = self.served.version, self.newest_version
             return {
                 "plugin": plugin_version(),
                 **{**asdict(self.facts), "uri": shown_uri(self.facts.uri)},
                 "state": self.state,
                 **asdict(self.served),
-                "newest_version": newest,
+                "ready": self.ready,
+                "pinned": self.pinned,
+                "newest_version": self.newest_version,
                 "looked_at": self.looked_at,
-                "lag": 0 if newest is None else max(0, newest - (0 if version is None else version)),
+                "lag": self.lag,
                 "staged": self.staged,
                 "refusal": asdict(self.refusal) if self.refusal else None,
                 "last_error": dict(self.last_error) if self.last_error else None,

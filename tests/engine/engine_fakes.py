@@ -18,6 +18,7 @@ from delta_sync.digest import digest_region, tensor_key
 from delta_sync.errors import DeltaSyncError
 from delta_sync.ledger import Ledger
 from delta_sync.plan import Plan
+from vllm_delta_plugin.chain import undone
 from vllm_delta_plugin.proof import MASK, Region
 
 ROWS, COLUMNS = 4, 6
@@ -95,10 +96,11 @@ class Rank:
             self.key = ref.key
             data = np.frombuffer(self.ledger.read_object(ref), "<u2")
             bits = {"w": data[: ROWS * COLUMNS].reshape(SHAPES["w"]).copy(), "norm": data[ROWS * COLUMNS :].copy()}
-        for manifest in plan.deltas:
+        for manifest in reversed(plan.deltas) if plan.start == "back" else plan.deltas:
             for ref in manifest.objects:
                 self.key = ref.key
-                for delta in decode_delta(self.ledger.read_object(ref))[1]:
+                deltas = {delta.name: [delta] for delta in decode_delta(self.ledger.read_object(ref))[1]}
+                for [delta] in (undone(deltas) if plan.start == "back" else deltas).values():
                     apply(delta, bits[delta.name].reshape(-1))
         return bits
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,18 @@ def ask(
     multiprocessing: bool = False,
 ) -> list[dict[str, Any]]:
     """One round of answers, and one more after each version in ``sync``; an AssertionError with the log if it fails."""
+    content = {"model": str(model), "llm": {**ENGINE, **llm}, "prompts": [list(p) for p in prompts], "tokens": tokens}
+    return list(run(folder, "oracle.py", {**content, "sync": list(sync)}, multiprocessing))
+
+
+def run(folder: Path, script: str, content: Mapping[str, Any], multiprocessing: bool = False) -> Any:
+    """What a script beside this one answers; an AssertionError with the log if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
     request, answer, log = folder / "request.json", folder / "answer.json", folder / "log.txt"
-    content = {"model": str(model), "llm": {**ENGINE, **llm}, "prompts": [list(p) for p in prompts], "tokens": tokens}
-    request.write_text(json.dumps({**content, "sync": list(sync)}))
+    request.write_text(json.dumps(content))
     env = {**os.environ, **QUIET_CPU, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing))}
     with log.open("wb") as out:
-        command = [sys.executable, str(Path(__file__).with_name("oracle.py")), str(request), str(answer)]
+        command = [sys.executable, str(Path(__file__).with_name(script)), str(request), str(answer)]
         done = subprocess.run(command, env=env, stdout=out, stderr=subprocess.STDOUT, timeout=300, check=False)
     assert done.returncode == 0, log.read_text(errors="replace")[-4000:]
-    return list(json.loads(answer.read_text()))
+    return json.loads(answer.read_text())

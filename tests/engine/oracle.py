@@ -23,7 +23,11 @@ def main(request_file: str, answer_file: str) -> None:
         prompts = [{"prompt_token_ids": p} for p in request["prompts"]]
         outputs = [o.outputs[0] for o in llm.generate(prompts, sampling, use_tqdm=False)]
         return [
-            {"tokens": list(o.token_ids), "logprobs": [e[t].logprob for e, t in zip(o.logprobs, o.token_ids)]}  # noqa: B905
+            {
+                "tokens": list(o.token_ids),
+                "logprobs": [e[t].logprob for e, t in zip(o.logprobs, o.token_ids)],  # noqa: B905
+                "versions": getattr(o, "weight_versions", None),
+            }
             for o in outputs
         ]
 
@@ -33,7 +37,7 @@ def main(request_file: str, answer_file: str) -> None:
 
         status = sync(llm, version, timeout=60)
         rounds.append({"status": status, "answers": answers()})
-    Path(answer_file).write_text(json.dumps(rounds))
+    Path(answer_file).write_text(json.dumps(rounds, default=vars))
 
 
 if __name__ == "__main__":

@@ -39,14 +39,18 @@ class Pause:
 
     def __init__(self) -> None:
         self.paused = False
-        self.times = 0
+        self.times = self.drains = self.recomputed = 0
 
-    def begin(self) -> None:
+    def begin(self, drain: bool = False) -> None:
         self.paused = True
         self.times += 1
+        self.drains += drain
 
     def end(self) -> None:
         self.paused = False
+
+    def recompute(self) -> None:
+        self.recomputed += 1
 
 
 class Replica:

@@ -174,3 +174,21 @@ def test_the_config_never_shows_secrets() -> None:
 def test_a_uri_that_names_no_store_is_refused_before_an_engine_starts(uri: str) -> None:
     with pytest.raises(StoreError, match="expected a path"):
         parse("--delta-sync", uri)
+
+
+def test_settings_with_a_flag_of_their_own_join_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--delta-sync-transition", "recompute", "--delta-sync-max-lag", "3")
+    _, engine = parse("--delta-sync", "runs/a", "--delta-sync-config", '{"replica": "x"}', *flags)
+    config = find_config(engine.additional_config, environment(monkeypatch))
+    assert config == ReplicaConfig(uri="runs/a", replica="x", transition="recompute", max_lag=3)
+    with pytest.raises(FormatError, match="--delta-sync-max-lag"):
+        parse("--delta-sync-max-lag", "3")
+    with pytest.raises(FormatError, match=r"transition.*async.*maybe"):
+        parse("--delta-sync", "runs/a", "--delta-sync-config", '{"transition": "maybe"}')
+
+
+def test_the_admin_key_shows_itself_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, _ = parse("--delta-sync", "runs/a", "--delta-sync-admin-key", "s3cret")
+    assert args.delta_sync_admin_key == "s3cret"
+    assert "s3cret" not in repr(args)
+    assert "s3cret" not in str(environment(monkeypatch)), "workers need not know it"

@@ -36,7 +36,12 @@ def test_an_llm_catches_up_and_answers_with_the_new_weights(tmp_path: Path, mult
         [range(10, 60)],
         8,
     )
-    assert rounds[2]["answers"] == expected["answers"]
+    [answer], [same] = rounds[2]["answers"], expected["answers"]
+    versions = answer.pop("versions")
+    same.pop("versions")
+    assert answer == same
+    if versions is not None:  # vLLM 0.32 shows them
+        assert versions == [{"version": "4/1", "start": 0, "end": 8}]
     assert trainer.ledger.acknowledgements()["llm"].version == 4
 
 

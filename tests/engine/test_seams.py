@@ -80,8 +80,23 @@ def test_every_seam_exists_in_this_vllm() -> None:
 
     register()
     register()
-    for name in ("status", "tensors", "read_tensor", "wait", "pump"):
+    for name in ("status", "tensors", "read_tensor", "wait", "control", "enter", "hint", "pump"):
         assert hasattr(core.EngineCore, f"delta_sync_{name}")
     wrapped = core.EngineCore.preprocess_add_request
     assert not hasattr(wrapped.__wrapped__, "__wrapped__"), "wrapped twice"
     assert vllm.engine.arg_utils.EngineArgs.from_cli_args.__func__.__wrapped__
+
+
+def test_the_api_servers_seams_exist_too_and_are_named_when_they_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    from vllm_delta_plugin.compat import outputs, usage
+
+    for _ in range(2):
+        outputs.install()
+        usage.install()
+    assert not hasattr(OutputProcessor.process_outputs.__wrapped__, "__wrapped__"), "wrapped twice"
+    monkeypatch.setattr(usage, "_HOMES", ("vllm.no.such.module", "vllm.outputs"))
+    with pytest.raises(SeamError, match="UsageInfo"):
+        usage.install()

@@ -9,6 +9,7 @@ import pytest
 
 from delta_sync.errors import MappingError
 from vllm_delta_plugin.compat.engine_core import _refuse_unsupported
+from vllm_delta_plugin.config import ReplicaConfig
 
 
 class Executor:
@@ -27,10 +28,13 @@ class RayDistributedExecutor(Executor):
     pass
 
 
-def check(executor: type = MultiprocExecutor, engines: int = 1, moe: bool = False, extension: str = "x.Y") -> None:
+def check(
+    executor: type = MultiprocExecutor, engines: int = 1, moe: bool = False, extension: str = "x.Y", **more: Any
+) -> None:
     parallel = SimpleNamespace(data_parallel_size=engines, worker_extension_cls=extension)
     config: Any = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(is_moe=moe))
-    _refuse_unsupported(SimpleNamespace(model_executor=executor()), config)
+    core = SimpleNamespace(model_executor=executor(), **more.pop("core", {}))
+    _refuse_unsupported(core, config, ReplicaConfig("memory://", **more))
 
 
 def test_ordinary_engines_are_followed() -> None:
@@ -38,6 +42,7 @@ def test_ordinary_engines_are_followed() -> None:
     check(DerivedExecutor)
     check(moe=True)
     check(engines=2)
+    check(transition="sync", core={"input_queue": None})
 
 
 @pytest.mark.parametrize(
@@ -46,6 +51,7 @@ def test_ordinary_engines_are_followed() -> None:
         ({"executor": RayDistributedExecutor}, "RayDistributedExecutor"),
         ({"engines": 2, "moe": True}, "data parallelism"),
         ({"extension": ""}, "worker extension"),
+        ({"transition": "sync"}, "transition 'sync'"),
     ],
 )
 def test_others_are_refused_by_name(setting: dict[str, Any], names: str) -> None:

@@ -18,7 +18,7 @@ from delta_sync.dtypes import DType, dtype
 from delta_sync.gap_codec import DEFAULT_CODEC as CODEC
 from delta_sync.keys import SigningKey
 from delta_sync.ledger import Ledger
-from delta_sync.manifest import AnchorRecord, Manifest, TensorState
+from delta_sync.manifest import AnchorRecord, Manifest, PromptCache, TensorState
 from delta_sync.store.open import open_store
 from delta_sync.writer import Writer
 
@@ -43,6 +43,7 @@ class Publisher:
         self.weights: Weights = {name: value.copy() for name, value in weights.items()}
         self.published: Weights = {name: value.copy() for name, value in weights.items()}
         self._dtypes = dtypes
+        self.prompt_cache: PromptCache = "none"  # of what is published next
         self.objects: dict[int, list[bytes]] = {}
 
     @classmethod
@@ -167,7 +168,7 @@ class Publisher:
             changed=n,
             total=sum(w.size for w in self.weights.values()),
             codec=codec if objects else None,
-            prompt_cache="all",
+            prompt_cache=self.prompt_cache,
         )
         self.published = {name: value.copy() for name, value in self.weights.items()}
         self.objects[manifest.version] = objects

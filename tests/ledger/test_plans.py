@@ -10,6 +10,7 @@ from tiny_run import first_bits, states
 from delta_sync import ChainError, state_digest
 from delta_sync.ledger import Ledger
 from delta_sync.plan import Position
+from delta_sync.way_back import plan_back
 
 
 def position(manifest):
@@ -79,3 +80,22 @@ def test_a_plan_travels_between_processes(run, tmp_path):
     run.delta()
     plan = Ledger(run.store).plan(None, None)
     assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_the_way_back_names_every_tensor_it_touches_with_its_older_state(run):
+    older = [run.origin(), run.delta()]
+    newer = [run.delta() for _ in range(5)]
+    for target, between in ((older[1], newer), (older[0], [older[1], *newer])):
+        plan = plan_back(Ledger(run.store), target, position(newer[-1]))
+        assert (plan.start, plan.target, list(plan.deltas)) == ("back", target, between)
+        touched = {name for manifest in between for name in manifest.tensors}
+        every = states(run.bits[target.sha256])
+        assert dict(plan.tensors) == {name: every[name] for name in touched}
+
+
+def test_no_way_back_over_the_start_of_a_chain(run):
+    first = run.origin()
+    run.origin()
+    newest = run.delta()
+    with pytest.raises(ChainError, match="starts a chain"):
+        plan_back(Ledger(run.store), first, position(newest))

@@ -54,6 +54,7 @@ class StandInReplica:
         self.served: list[int] = []  # every version this replica went to
         self.generated_at: list[int | None] = []  # the version served at each completion request
         self.paused = threading.Event()
+        self.pinned: int | None = None
         self.vocab, self.acknowledges = vocab, acknowledges
         self._random = random.Random(0)
         self._lock = threading.Lock()
@@ -200,6 +201,7 @@ class StandInReplica:
                 "uri": self.shown_uri,
                 "codecs": self.codecs,
                 "pinned_keys": list(self.ledger.keys.ids) if self.ledger.keys else [],
+                "pinned": self.pinned,
             }
 
     def tensors(self, _: Any = None) -> tuple[int, Any]:

@@ -138,6 +138,22 @@ def test_a_damaged_object_is_healed_at_once(has_route: bool) -> None:
         assert loop.metrics.take()["delta_sync/heals"] == 1
 
 
+def test_a_server_held_at_an_older_version_ends_the_wait_at_once() -> None:
+    with looping() as loop:
+        loop.sync()
+        loop.replica.paused.set()
+        loop.replica.pinned = loop.replica.position.version
+        loop.train()
+        start = time.monotonic()
+        with pytest.raises(ConflictError, match=r"holds at version 1.*unpin"):
+            loop.sync()
+        assert time.monotonic() - start < 10
+        loop.replica.pinned = None
+        loop.replica.paused.clear()
+        loop.sync()
+        loop.check()
+
+
 def test_a_lost_object_is_healed_at_once() -> None:
     with looping() as loop:
         loop.sync()

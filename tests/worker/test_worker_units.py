@@ -222,6 +222,7 @@ def config(**changes: object) -> Space:
         cache_config=Space(),
         offload_config=Space(uva=Space(cpu_offload_gb=0), prefetch=Space(offload_group_size=0)),
         lora_config=None,
+        speculative_config=None,
     )
     for path, setting in changes.items():
         *parents, leaf = path.split("__")
@@ -240,6 +241,8 @@ def config(**changes: object) -> Space:
         ({"load_config__load_format": "bitsandbytes"}, "load format.*bitsandbytes"),
         ({"parallel_config__enable_eplb": True}, "expert load balancing"),
         ({"lora_config": Space()}, "LoRA"),
+        ({"speculative_config": Space(method="eagle3")}, "speculative decoding.*eagle3"),
+        ({"speculative_config": Space(method="mtp")}, "speculative decoding.*mtp"),
         ({"cache_config__cpu_offload_gb": 4}, "weight offload"),
         ({"offload_config__uva__cpu_offload_gb": 4}, "weight offload"),
         ({"offload_config__prefetch__offload_group_size": 2}, "weight offload"),
@@ -247,5 +250,6 @@ def config(**changes: object) -> Space:
 )
 def test_settings_that_change_what_lives_in_memory_are_refused(changes: dict[str, object], what: str) -> None:
     check_config(config())
+    check_config(config(speculative_config=Space(method="ngram")))
     with pytest.raises(MappingError, match=what):
         check_config(config(**changes))

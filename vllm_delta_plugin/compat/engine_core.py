@@ -7,10 +7,12 @@ from typing import Any
 
 from delta_sync.errors import MappingError
 from vllm_delta_plugin.cache_salt import ATTRIBUTE
+from vllm_delta_plugin.compat import batches
 from vllm_delta_plugin.compat.pause import EnginePause
 from vllm_delta_plugin.compat.seam import require, wrap
 from vllm_delta_plugin.config import find_config
 from vllm_delta_plugin.flag import WORKER_EXTENSION
+from vllm_delta_plugin.weights_label import SESSION
 
 _TICK = "delta_sync_tick"  # a request type that only this plugin puts into the input queue
 _ORDERED_EXECUTORS = ("UniProcExecutor", "MultiprocExecutor")
@@ -25,11 +27,12 @@ def install() -> None:
     # EngineCore.__init__ itself loads the plugins, so it cannot be wrapped: this runs inside it, after the model is up.
     wrap(EngineCore, "_initialize_kv_caches", _attach)
     wrap(EngineCore, "preprocess_add_request", _salt)
-    wrap(EngineCore, "step", _pump_before)
-    wrap(EngineCore, "step_with_batch_queue", _pump_before)
+    batches.install()
+    wrap(EngineCore, "step", _ready_before)
+    wrap(EngineCore, "step_with_batch_queue", _ready_before)
     wrap(EngineCore, "shutdown", _stop_before)
     wrap(EngineCoreProc, "_handle_client_request", _on_tick)
-    for method in (delta_sync_status, delta_sync_tensors, delta_sync_read_tensor, delta_sync_wait, delta_sync_pump):
+    for method in _UTILITIES:
         setattr(EngineCore, method.__name__, method)
 
 
@@ -53,10 +56,37 @@ def delta_sync_wait(self: Any, version: int | None, timeout: float) -> Any:
     return self.delta_sync.wait_for(version, timeout) if _of(self) else None
 
 
+def delta_sync_control(self: Any, action: str, version: int | None, timeout: float) -> Any:
+    """Utility: a future answer to an operator's command."""
+    return self.delta_sync.control(action, version, timeout) if _of(self) else None
+
+
+def delta_sync_enter(self: Any, timeout: float) -> Any:
+    """Utility: a future, whether a new request may come in."""
+    return self.delta_sync.enter(timeout) if _of(self) else None
+
+
+def delta_sync_hint(self: Any) -> Any:
+    """Utility: look at the store at once."""
+    return self.delta_sync.hint() if _of(self) else None
+
+
 def delta_sync_pump(self: Any) -> None:
     """In-process engines have no loop: run what the coordinator's thread asked for."""
     if _of(self):
         self.delta_sync.main.pump()
+
+
+_UTILITIES = (
+    delta_sync_status,
+    delta_sync_tensors,
+    delta_sync_read_tensor,
+    delta_sync_wait,
+    delta_sync_control,
+    delta_sync_enter,
+    delta_sync_hint,
+    delta_sync_pump,
+)
 
 
 def _of(core: Any) -> Any:
@@ -68,7 +98,7 @@ def _attach(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(self, vllm_config, *args, **kwargs)
         config = find_config(vllm_config.additional_config)
         if config is not None and _of(self) is None:
-            _refuse_unsupported(self, vllm_config)
+            _refuse_unsupported(self, vllm_config, config)
             self.delta_sync = _build(self, vllm_config, config)
             self.delta_sync.start()
         return result
@@ -94,7 +124,7 @@ def _build(core: Any, vllm_config: Any, config: Any) -> Any:
     return DeltaSync(config, facts, rpc, wake, lambda main, stop: EnginePause(core, main, stop))
 
 
-def _refuse_unsupported(core: Any, vllm_config: Any) -> None:
+def _refuse_unsupported(core: Any, vllm_config: Any, config: Any) -> None:
     parallel = vllm_config.parallel_config
     executor = type(core.model_executor)
     if not any(base.__name__ in _ORDERED_EXECUTORS for base in executor.__mro__):
@@ -111,6 +141,13 @@ def _refuse_unsupported(core: Any, vllm_config: Any) -> None:
             got=f"{parallel.data_parallel_size} engines that share expert ranks",
             remedy="serve it with tensor parallelism",
         )
+    if config.transition == "sync" and not hasattr(core, "input_queue"):
+        raise MappingError(
+            "transition 'sync'",
+            expected="an engine with a loop of its own, which goes on while requests end",
+            got="one that steps only while LLM.generate runs",
+            remedy="use vllm serve, or leave VLLM_ENABLE_V1_MULTIPROCESSING on",
+        )
     if not parallel.worker_extension_cls:
         raise MappingError(
             "worker extension class", expected=WORKER_EXTENSION, got="none", remedy="pass --worker-extension-cls too"
@@ -122,7 +159,8 @@ def _salt(original: Callable[..., Any]) -> Callable[..., Any]:
         sync = _of(self)
         if sync is None:
             return original(self, request)
-        salted = sync.salted(request.cache_salt)
+        session = (request.trace_headers or {}).get(SESSION) or getattr(request, "session_id", None)
+        salted = sync.salted(request.cache_salt, session)
         request.cache_salt = salted.cache_salt
         result = original(self, request)
         setattr(result[0], ATTRIBUTE, salted)
@@ -131,12 +169,20 @@ def _salt(original: Callable[..., Any]) -> Callable[..., Any]:
     return preprocess_add_request
 
 
-def _pump_before(original: Callable[..., Any]) -> Callable[..., Any]:
+def _ready_before(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        delta_sync_pump(self)
+        if _of(self):
+            batches.label_batches(self.scheduler, self.delta_sync.label, lambda label: _tell_vllm(self, label))
+            self.delta_sync.main.pump()
         return original(self, *args, **kwargs)
 
     return step
+
+
+def _tell_vllm(core: Any, label: str) -> None:
+    """vLLM 0.32 stamps outputs with this where it hands them on, and shows it in ``LLM`` outputs."""
+    if hasattr(core, "_weight_version"):
+        core._weight_version = label
 
 
 def _stop_before(original: Callable[..., Any]) -> Callable[..., Any]:

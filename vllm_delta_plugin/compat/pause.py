@@ -1,4 +1,4 @@
-"""Seam: EngineCore's pause that keeps requests, for the one case in which live weights are overwritten in place."""
+"""Seam: EngineCore's pauses, and starting running requests over, for the ways in which requests meet new weights."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ class EnginePause:
     """Stops and restarts stepping; requests stay where they are. Used from the coordinator's thread."""
 
     def __init__(self, core: Any, main: MainThread, stop: threading.Event) -> None:
-        require(core, "pause_scheduler", "resume_scheduler", "is_scheduler_paused")
+        require(core, "pause_scheduler", "resume_scheduler", "is_scheduler_paused", "reset_prefix_cache")
         self._core, self._main, self._stop = core, main, stop
         self._ours = False
 
-    def begin(self) -> None:
-        """Return once no step runs or will run; does nothing more if it is paused already."""
-        idle = self._main.run(self._pause)
+    def begin(self, drain: bool = False) -> None:
+        """Return once no step runs or will run; does nothing more if it is paused already.
+
+        drain: running requests end first, however long that takes, and new ones wait.
+        """
+        idle = self._main.run(lambda: self._pause("wait" if drain else "keep"))
         while isinstance(idle, Future):
             if self._stop.is_set():
                 raise Stopped
@@ -38,8 +41,15 @@ class EnginePause:
             self._main.run(self._core.resume_scheduler)
         self._ours = False
 
-    def _pause(self) -> Any:
+    def recompute(self) -> None:
+        """Make running requests prefill again, what they generated so far included; on the engine's thread.
+
+        RuntimeError if one of them can't be: its cache is being moved to or from elsewhere.
+        """
+        self._core.reset_prefix_cache(reset_running_requests=True)
+
+    def _pause(self, mode: str) -> Any:
         if self._core.is_scheduler_paused():
             return None
         self._ours = True
-        return self._core.pause_scheduler("keep", False)
+        return self._core.pause_scheduler(mode, False)

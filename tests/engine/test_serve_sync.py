@@ -9,6 +9,8 @@ import pytest
 from helpers.stream import open_stream
 from serving_world import PROMPT, World, serve, span
 
+pytestmark = pytest.mark.long
+
 ARGS = ("--api-key", "first", "--delta-sync-transition", "sync", "--enable-prompt-tokens-details")
 LONG = list(range(10, 150))  # 140 tokens; blocks are of 128
 

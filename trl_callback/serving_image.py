@@ -39,16 +39,18 @@ class ServingImage:
     Raises MappingError, naming the tensor, for what can't be published exactly.
     """
 
+    shards_allowed = False
+
     def __init__(self, model: nn.Module, serving_dtype: Callable[[str], str]) -> None:
         self._model = unwrap(model)
         self._serving_dtype = serving_dtype
         self._kept: set[str] = set()  # in-memory names known to be checkpoint names already
-        check_model(self._model)
+        check_model(self._model, shards_allowed=self.shards_allowed)
 
     def __iter__(self) -> Iterator[ImageTensor]:
         """Every tensor once, in the model's order; tied weights under their first name only."""
-        for memory_name, tensor in _stored_tensors(self._model):
-            for name, part in self._checkpoint_tensors(memory_name, tensor).items():
+        for memory_name, tensor in (*stored_parameters(self._model), *stored_buffers(self._model)):
+            for name, part in self._checkpoint_tensors(memory_name, tensor.detach()).items():
                 yield self._cast(name, part)
 
     def _checkpoint_tensors(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -83,10 +85,14 @@ class ServingImage:
         return ImageTensor(name, carrier, tuple(tensor.shape), bits)
 
 
-def _stored_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers under their in-memory names, each storage-sharing object once."""
+def stored_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters under their in-memory names, each storage-sharing object once."""
     for name, parameter in model.named_parameters():
-        yield plain_name(name), parameter.detach()
+        yield plain_name(name), parameter
+
+
+def stored_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Persistent buffers, in the same way."""
     transient = _transient_buffers(model)
     for name, buffer in model.named_buffers():
         if name not in transient:
@@ -112,5 +118,5 @@ def compute_dtype(model: nn.Module, *, bf16: bool, fp16: bool) -> str:
     """The precision the trainer computes in, as a safetensors name: its autocast type, else its largest weight's."""
     if bf16 or fp16:
         return "BF16" if bf16 else "F16"
-    largest = max(unwrap(model).parameters(), key=lambda parameter: parameter.numel())
+    largest = max(unwrap(model).parameters(), key=lambda p: getattr(p, "ds_numel", p.numel()))
     return NAMES.get(largest.dtype, str(largest.dtype))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -46,6 +46,11 @@ def materialise(uri: str, start: Iterable[Tensor] = ()) -> dict[str, bytes]:
 
     Every digest is proven on the way.
     """
+    return [bits for _, bits in versions(uri, start)][-1]
+
+
+def versions(uri: str, start: Iterable[Tensor] = ()) -> Iterator[tuple[Manifest, dict[str, bytes]]]:
+    """Each version from the newest anchor, or from ``start``, on: its manifest and every tensor's bits."""
     ledger = Ledger(open_store(uri))
     bits: dict[str, np.ndarray] = {}
     layout: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -62,16 +67,17 @@ def materialise(uri: str, start: Iterable[Tensor] = ()) -> dict[str, bytes]:
     assert plan is not None
     if plan.anchor is not None:
         take(iter_anchor_tensors(ledger, plan.anchor))
-    for manifest in plan.deltas:
-        for ref in manifest.objects:
+    base = plan.deltas[0].base_version if plan.deltas else plan.target.version
+    for manifest in [m for m in chain(uri) if m.version >= (base or 0)]:
+        for ref in manifest.objects if manifest.version != base else ():
             header, deltas = decode_against(ledger.read_object(ref), lambda name, *_: bits[name].copy())
             assert (header.version, header.base_version) == (manifest.version, manifest.base_version)
             for delta in deltas:
                 apply(delta, bits[delta.name])
         for name, state in manifest.tensors.items():
             assert state.digest == digest(bits[name], tensor_key(name)), (manifest.version, name)
-    assert state_digest(states()) == plan.target.state_digest
-    return {name: values.tobytes() for name, values in bits.items()}
+        assert state_digest(states()) == manifest.state_digest
+        yield manifest, {name: values.tobytes() for name, values in bits.items()}
 
 
 def cast_bytes(state: dict[str, torch.Tensor]) -> dict[str, bytes]:

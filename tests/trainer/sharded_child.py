@@ -1,0 +1,47 @@
+"""One rank of a sharded run: argv is a JSON object; the strategy is in the environment, as accelerate has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+if os.environ.get("ACCELERATE_USE_FSDP") and not torch.cuda.is_available():
+    import accelerate_on_cpu  # noqa: F401
+
+import grpo
+import tiny
+from gathered import KeepEveryStep
+
+from delta_sync.errors import DeltaSyncError
+from trl_callback import DeltaSyncCallback
+
+
+def main() -> None:
+    said = json.loads(sys.argv[1])
+    folder = Path(said["folder"])
+    build = getattr(tiny, said.get("model", "llama"))
+    sync = DeltaSyncCallback(said["uri"], **said.get("settings", {}))
+    callbacks = [KeepEveryStep(build, folder), sync]
+    arguments = {"bf16": True, "use_cpu": not torch.cuda.is_available(), **said.get("arguments", {})}
+    if said.get("url"):
+        trainer = grpo.grpo_trainer(
+            folder, model=build(), url=said["url"], use_vllm=True, callbacks=callbacks, max_steps=said["steps"], **arguments
+        )
+    else:
+        trainer = grpo.plain_trainer(folder, model=build(), callbacks=callbacks, steps=said["steps"], **arguments)
+    rank = trainer.args.process_index
+    try:
+        trainer.train()
+    except DeltaSyncError as error:
+        print(f"rank {rank} raised {type(error).__name__}: {error}", flush=True)
+    else:
+        print(f"rank {rank} trained {trainer.state.global_step}", flush=True)
+    sync.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Real trainers over two and three processes: what is published is what gathering all weights would have given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import bucket
+import pytest
+import tiny
+import torch
+from several_ranks import FSDP2, run_ranks
+from stand_in_replica import StandInReplica
+
+
+def train(folder: Path, ranks: int, *, environment: dict[str, str] | None = None, **said: Any) -> str:
+    """Train in ``folder``; the bucket's URI, every version of it proven to be the gathered weights of its step."""
+    uri = str(folder / "bucket")
+    said = {"folder": str(folder), "uri": uri, "steps": 3, **said}
+    assert run_ranks(ranks, "sharded_child.py", said, environment) == [
+        f"rank {rank} trained {said['steps']}" for rank in range(ranks)
+    ]
+    assert check_every_version(folder, uri)[-1] == said["steps"]
+    return uri
+
+
+def check_every_version(folder: Path, uri: str) -> list[int]:
+    """The last step of each version, once its bits are proven those of ``folder/step-N.pt``."""
+    steps = []
+    for manifest, bits in bucket.versions(uri):
+        expected = torch.load(folder / f"step-{manifest.steps[1]}.pt", weights_only=True)
+        assert bits == bucket.cast_bytes(expected), f"version {manifest.version} of step {manifest.steps[1]}"
+        steps.append(manifest.steps[1])
+    return steps
+
+
+def layers(name: str) -> dict[str, str]:
+    return {**FSDP2, "FSDP_TRANSFORMER_CLS_TO_WRAP": name}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_fsdp2_publishes_shards_of_unequal_size(tmp_path: Path, ranks: int) -> None:
+    """32 rows over 3 ranks are 11, 11 and 10; none of them ever sees another's."""
+    uri = train(tmp_path, ranks, environment=layers("LlamaDecoderLayer"))
+    assert {len(m.objects) for m in bucket.chain(uri)[1:]} == {ranks}
+
+
+def test_fsdp2_publishes_experts_under_their_checkpoint_names(tmp_path: Path) -> None:
+    """Four experts in one tensor, sharded over three ranks, are twelve tensors of the checkpoint."""
+    train(tmp_path, 3, environment=layers("Qwen3MoeDecoderLayer"), model="qwen3_moe")
+
+
+def test_grpo_over_three_ranks_rolls_out_from_the_weights_just_trained(tmp_path: Path) -> None:
+    model = tiny.llama()
+    replica = StandInReplica(str(tmp_path / "bucket"), model)
+    with replica.running():
+        uri = train(tmp_path, 3, environment=layers("LlamaDecoderLayer"), url=replica.url)
+    final = torch.load(tmp_path / "step-3.pt", weights_only=True)
+    assert {name: bits.tobytes() for name, bits in replica.live.items()} == bucket.cast_bytes(final)
+    assert replica.anchors_taken == 0 and len(replica.served) >= 3
+    assert bucket.newest(uri).steps[1] == 3

@@ -12,6 +12,7 @@ from delta_sync.anchor_files import Tensor, iter_anchor_tensors
 from delta_sync.context_file import decode_against
 from delta_sync.delta import apply
 from delta_sync.digest import digest, state_digest, tensor_key
+from delta_sync.dtypes import dtype
 from delta_sync.errors import ChainError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest, TensorState
@@ -56,8 +57,8 @@ def versions(uri: str, start: Iterable[Tensor] = ()) -> Iterator[tuple[Manifest,
     layout: dict[str, tuple[str, tuple[int, ...]]] = {}
 
     def take(tensors: Iterable[Tensor]) -> None:
-        for name, dtype, shape, values in tensors:
-            bits[name], layout[name] = values.copy(), (dtype.name, shape)
+        for name, kind, shape, values in tensors:
+            bits[name], layout[name] = values.copy(), (kind.name, shape)
 
     def states() -> dict[str, TensorState]:
         return {name: TensorState(*layout[name], digest(bits[name], tensor_key(name))) for name in bits}
@@ -68,7 +69,7 @@ def versions(uri: str, start: Iterable[Tensor] = ()) -> Iterator[tuple[Manifest,
     if plan.anchor is not None:
         take(iter_anchor_tensors(ledger, plan.anchor))
     base = plan.deltas[0].base_version if plan.deltas else plan.target.version
-    for manifest in [m for m in chain(uri) if m.version >= (base or 0)]:
+    for manifest in [m for m in chain_left(uri) if m.version >= (base or 0)]:
         for ref in manifest.objects if manifest.version != base else ():
             header, deltas = decode_against(ledger.read_object(ref), lambda name, *_: bits[name].copy())
             assert (header.version, header.base_version) == (manifest.version, manifest.base_version)
@@ -82,3 +83,9 @@ def versions(uri: str, start: Iterable[Tensor] = ()) -> Iterator[tuple[Manifest,
 
 def cast_bytes(state: dict[str, torch.Tensor]) -> dict[str, bytes]:
     return {name: t.contiguous().view(torch.uint8).numpy().tobytes() for name, t in state.items()}
+
+
+def tensors(state: dict[str, torch.Tensor]) -> list[Tensor]:
+    """A bfloat16 checkpoint as what anchors are made of."""
+    bits = {name: tensor.contiguous().view(torch.int16).numpy().view("<u2") for name, tensor in state.items()}
+    return [(name, dtype("BF16"), tuple(state[name].shape), values.reshape(-1)) for name, values in bits.items()]

@@ -1,9 +1,13 @@
-"""Importing this lets accelerate shard with FSDP2 on CPUs: its own code does all the work, it only never chooses to."""
+"""Importing this lets accelerate shard over CPUs: its and DeepSpeed's own code does all the work.
+
+accelerate never chooses FSDP2 where there is no accelerator, and transformers refuses bf16 there with DeepSpeed.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import transformers.training_args
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
@@ -23,3 +27,4 @@ def _choose_fsdp(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) 
 
 
 AcceleratorState.__init__ = _choose_fsdp
+transformers.training_args.is_torch_bf16_gpu_available = lambda: True

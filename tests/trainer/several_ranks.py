@@ -20,6 +20,21 @@ FSDP2 = {
 }
 
 
+ZERO = {"ACCELERATE_USE_DEEPSPEED": "true"}
+
+
+def zero(stage: int, *, bf16: bool) -> dict[str, Any]:
+    """Trainer arguments for DeepSpeed ZeRO with torch's own optimizer, so that no kernel has to be built."""
+    config = {
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": bf16},
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+        "zero_allow_untested_optimizer": True,
+    }
+    return {"deepspeed": config, "bf16": bf16}
+
+
 def run_ranks(
     ranks: int, child: str, said: dict[str, Any], environment: dict[str, str] | None = None, timeout: float = 240
 ) -> list[str]:
@@ -33,7 +48,7 @@ def run_ranks(
         **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", **(environment or {}),
     }  # fmt: skip
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and "ACCELERATE_USE_DEEPSPEED" not in common:
         common["ACCELERATE_USE_CPU"] = "true"
     processes = [
         subprocess.Popen(

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-if os.environ.get("ACCELERATE_USE_FSDP") and not torch.cuda.is_available():
+ZERO = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+if not torch.cuda.is_available():
     import accelerate_on_cpu  # noqa: F401
 
 import grpo
@@ -26,14 +27,15 @@ def main() -> None:
     build = getattr(tiny, said.get("model", "llama"))
     sync = DeltaSyncCallback(said["uri"], **said.get("settings", {}))
     callbacks = [KeepEveryStep(build, folder), sync]
-    arguments = {"bf16": True, "use_cpu": not torch.cuda.is_available(), **said.get("arguments", {})}
+    on_cpu = not torch.cuda.is_available() and not ZERO  # as accelerate has it, what uses the CPU is not DeepSpeed
+    arguments = {"bf16": True, "use_cpu": on_cpu, **said.get("arguments", {})}
     if said.get("url"):
         trainer = grpo.grpo_trainer(
             folder, model=build(), url=said["url"], use_vllm=True, callbacks=callbacks, max_steps=said["steps"], **arguments
         )
     else:
         trainer = grpo.plain_trainer(folder, model=build(), callbacks=callbacks, steps=said["steps"], **arguments)
-    rank = trainer.args.process_index
+    rank = torch.distributed.get_rank()
     try:
         trainer.train()
     except DeltaSyncError as error:

@@ -9,7 +9,7 @@ import bucket
 import pytest
 import tiny
 import torch
-from several_ranks import FSDP2, run_ranks
+from several_ranks import FSDP2, ZERO, run_ranks, zero
 from stand_in_replica import StandInReplica
 
 
@@ -61,3 +61,13 @@ def test_grpo_over_three_ranks_rolls_out_from_the_weights_just_trained(tmp_path:
     assert {name: bits.tobytes() for name, bits in replica.live.items()} == bucket.cast_bytes(final)
     assert replica.anchors_taken == 0 and len(replica.served) >= 3
     assert bucket.newest(uri).steps[1] == 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 2), (3, 2), (3, 3)])
+def test_deepspeed_publishes_what_the_forward_computes_with(tmp_path: Path, stage: int, ranks: int, bf16: bool) -> None:
+    """With bf16 the trained copies are bfloat16 and the float32 masters the optimizer's; without, they are cast."""
+    pytest.importorskip("deepspeed")
+    settings = {"serving_dtype": "BF16"}
+    train(tmp_path, ranks, environment=ZERO, arguments=zero(stage, bf16=bf16), settings=settings)

@@ -44,16 +44,28 @@ class TeamSession:
         self._crew: Crew | None = None
         self._follower: Follower | None = None
         self._server = AskedServer()
-        self._described: list[str] = []
         self._deltas: Mapping[Key, TensorDelta] = {}
         self._resting = False
 
-        team.decide(lambda: self._ask(status, config))
-        dtypes = json.loads(team.share(json.dumps(asdict(serving_dtypes(config, self._server, subject.compute_dtype)))))
-        team.together(lambda: self._take_snapshot(subject, config, ServingDtypes(**dtypes)))
-        self._described = team.gather(describe(self._part.snapshot))
-        team.together(lambda: self._begin(subject, config))
+        try:
+            self._open(subject, config, status)
+        except BaseException:
+            team.close()
+            raise
         atexit.register(self.close)
+
+    def _open(self, subject: Subject, config: DeltaSyncConfig, status: StatusClient | None) -> None:
+        """Every rank takes its snapshot, rank 0 sees that they make up one model and commits the origin."""
+        team = self._team
+        team.decide(lambda: self._ask(status, config))
+        said = team.share(json.dumps(asdict(serving_dtypes(config, self._server, subject.compute_dtype))))
+        dtypes = ServingDtypes(**json.loads(said))
+        team.together(lambda: self._take_snapshot(subject, config, dtypes))
+        described = team.gather(describe(self._part.snapshot))
+        team.decide(lambda: self._begin(subject, config, described))
+        if team.rank:
+            self._follower = Follower(team, self._part)
+            self._follower.start()
 
     def _ask(self, status: StatusClient | None, config: DeltaSyncConfig) -> None:
         self._server = ask(status, config)
@@ -65,14 +77,10 @@ class TeamSession:
             raise MappingError("codec 'context'", expected="whole tensors on the trainer's ranks", got="shards",
                                remedy="set codec='gap'")  # fmt: skip
 
-    def _begin(self, subject: Subject, config: DeltaSyncConfig) -> None:
-        if self._team.rank:
-            self._follower = Follower(self._team, self._part)
-            self._follower.start()
-        else:
-            self._crew = Crew(self._team, self._part)
-            snapshot = TeamSnapshot(self._described)
-            self._lead = _Lead(subject, self._server, config, self._metrics, snapshot, partial(TeamChain, self._crew))
+    def _begin(self, subject: Subject, config: DeltaSyncConfig, described: list[str]) -> None:
+        self._crew = Crew(self._team, self._part)
+        snapshot = TeamSnapshot(described)
+        self._lead = _Lead(subject, self._server, config, self._metrics, snapshot, partial(TeamChain, self._crew))
 
     def step_done(self, step: int) -> None:
         """After an optimizer step: leave its changes to the publisher, unless one before it is still on its way."""

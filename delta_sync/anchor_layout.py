@@ -1,4 +1,4 @@
-"""Anchor files laid out before their contents are at hand, so that several ranks' pieces can be written in any order."""
+"""Anchor files laid out before their contents are at hand: several ranks' pieces are written in any order."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -56,7 +56,7 @@ def held(model: nn.Module, rank: int, ranks: int) -> Iterator[Held]:
     owner = {} if sharded else _dealt({name: parameter.numel() for name, parameter in parameters}, ranks)
     for name, parameter in parameters:
         if is_shard(parameter):
-            share = _of_zero(name, parameter) if hasattr(parameter, "ds_tensor") else _of_dtensor(name, parameter)
+            share = _of_dtensor(name, parameter) if isinstance(parameter, DTensor) else _of_zero(name, parameter)
             if share is not None:
                 yield share
         elif owner.get(name, 0) == rank:
@@ -98,7 +98,7 @@ def _of_dtensor(name: str, tensor: DTensor) -> Held | None:
     at = mesh.get_coordinate()
     if at is None or any(isinstance(p, Replicate) and at[axis] for axis, p in enumerate(placements)):
         return None  # another rank's, or a copy of another's
-    local = tensor.detach().to_local()
+    local = cast(DTensor, tensor.detach()).to_local()
     size, start = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     if tuple(local.shape) != tuple(size):
         raise MappingError(f"shard of {name!r}", expected=f"shape {list(size)}", got=list(local.shape))

@@ -52,7 +52,7 @@ class Team:
             self._raise_all(failure)
         return [int(number) for _, number in said]
 
-    def decide(self, choose: Callable[[], bool | None]) -> bool:
+    def decide(self, choose: Callable[[], object]) -> bool:
         """What rank 0's ``choose`` returns, on every rank; what it raises, all raise."""
         return bool(self.together(lambda: int(bool(choose())) if self.rank == 0 else 0)[0])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 
@@ -36,7 +36,9 @@ class TeamSession:
     A step left out loses nothing: the next capture holds its changes.
     """
 
-    def __init__(self, subject: Subject, config: DeltaSyncConfig, status: StatusClient | None, metrics: Metrics) -> None:
+    def __init__(
+        self, subject: Subject, config: DeltaSyncConfig, status: StatusClient | None, metrics: Metrics
+    ) -> None:
         longest = max(config.sync_timeout, config.publish_timeout, config.flush_timeout)
         self._team = team = Team(2 * longest + MARGIN)
         self._metrics = metrics
@@ -84,7 +86,7 @@ class TeamSession:
 
     def step_done(self, step: int) -> None:
         """After an optimizer step: leave its changes to the publisher, unless one before it is still on its way."""
-        if self._team.decide(lambda: self._lead and self._lead.wants(step)):
+        if self._lead_says(lambda lead: lead.wants(step)):
             self._capture(step)
         elif self._follower is not None:
             self._follower.raise_if_failed()
@@ -92,9 +94,9 @@ class TeamSession:
     def sync(self, step: int) -> None:
         """Return once the server serves weights at most ``max_staleness`` steps older than ``step``."""
         start = time.monotonic()
-        if self._team.decide(lambda: self._lead and self._lead.must_capture(step)):
+        if self._lead_says(lambda lead: lead.must_capture(step)):
             self._capture(step)
-        self._team.decide(lambda: self._lead and self._lead.wait_for(step, start))
+        self._lead_says(lambda lead: lead.wait_for(step, start))
 
     def sync_alone(self, step: int) -> None:
         """On rank 0, without the others: wait again for what ``sync`` waited for, from a server that was away."""
@@ -103,9 +105,9 @@ class TeamSession:
 
     def finish(self, step: int) -> None:
         """Publish what is not published yet, wait until it is durable (``flush_timeout``), and let the ranks go."""
-        same = self._team.decide(lambda: self._lead and self._lead.settled(step))
+        same = self._lead_says(lambda lead: lead.settled(step))
         self._capture(step, even_if_same=not same)
-        self._team.decide(lambda: self._lead and self._lead.flush())
+        self._lead_says(lambda lead: lead.flush())
         self._rest(self._lead.config.flush_timeout if self._lead else MARGIN)
 
     def close(self) -> None:
@@ -125,6 +127,11 @@ class TeamSession:
         elif self._follower is not None:
             self._resting = self._follower.join(timeout)
         return self._resting
+
+    def _lead_says(self, choose: Callable[[_Lead], object]) -> bool:
+        """What rank 0's own side answers, on every rank."""
+        lead = self._lead
+        return self._team.decide(lambda: lead is not None and bool(choose(lead)))
 
     def _capture(self, step: int, *, even_if_same: bool = True) -> None:
         start = time.monotonic()

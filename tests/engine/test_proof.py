@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from delta_sync.cover import check_cover
 from delta_sync.digest import digest_region, state_digest, tensor_key
 from delta_sync.errors import IntegrityError, MappingError
 from delta_sync.manifest import TensorState
-from delta_sync.cover import check_cover
 from vllm_delta_plugin.proof import MASK, Layout, Region, prove
 
 SHAPE = (6, 8)

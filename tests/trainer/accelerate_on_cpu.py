@@ -1,12 +1,13 @@
-"""Importing this lets accelerate shard over CPUs: its and DeepSpeed's own code does all the work.
+"""Importing this, where there is no GPU, lets accelerate shard over CPUs: its and DeepSpeed's own code does the work.
 
-accelerate never chooses FSDP2 where there is no accelerator, and transformers refuses bf16 there with DeepSpeed.
+accelerate never chooses FSDP2 without an accelerator, and transformers refuses bf16 with DeepSpeed there.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers.training_args
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
@@ -26,5 +27,6 @@ def _choose_fsdp(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) 
         self.distributed_type = DistributedType.FSDP
 
 
-AcceleratorState.__init__ = _choose_fsdp
-transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+if not torch.cuda.is_available():
+    AcceleratorState.__init__ = _choose_fsdp
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: True

@@ -7,18 +7,16 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
-ZERO = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-if not torch.cuda.is_available():
-    import accelerate_on_cpu  # noqa: F401
-
+import accelerate_on_cpu  # noqa: F401
 import grpo
 import tiny
+import torch
 from gathered import KeepEveryStep
 
 from delta_sync.errors import DeltaSyncError
 from trl_callback import DeltaSyncCallback
+
+ZERO = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
 
 
 def main() -> None:
@@ -31,7 +29,13 @@ def main() -> None:
     arguments = {"bf16": True, "use_cpu": on_cpu, **said.get("arguments", {})}
     if said.get("url"):
         trainer = grpo.grpo_trainer(
-            folder, model=build(), url=said["url"], use_vllm=True, callbacks=callbacks, max_steps=said["steps"], **arguments
+            folder,
+            model=build(),
+            url=said["url"],
+            use_vllm=True,
+            callbacks=callbacks,
+            max_steps=said["steps"],
+            **arguments,
         )
     else:
         trainer = grpo.plain_trainer(folder, model=build(), callbacks=callbacks, steps=said["steps"], **arguments)

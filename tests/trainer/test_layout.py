@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def sharded(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Source], list[Box]]:
     along = draw(st.integers(0, len(shape) - 1))
     edges = sorted({0, shape[along], *draw(st.lists(st.integers(0, shape[along]), max_size=3))})
     boxes = []
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         start = tuple(low if a == along else 0 for a in range(len(shape)))
         boxes.append(Box(start, tuple(high - low if a == along else n for a, n in enumerate(shape))))
     return shape, found, boxes

@@ -150,7 +150,9 @@ def laid_out(options: argparse.Namespace, device: torch.device) -> tuple[Any, An
 
         config = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2,
                   "zero_allow_untested_optimizer": True}  # fmt: skip
-        engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), options.lr), config=config)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), options.lr), config=config
+        )
 
         def step_zero() -> None:
             engine.backward(engine(tokens, labels=tokens).loss)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,27 +43,56 @@ def layers(name: str) -> dict[str, str]:
     return {**FSDP2, "FSDP_TRANSFORMER_CLS_TO_WRAP": name}
 
 
+LLAMA = layers("LlamaDecoderLayer")
+
+
+def roll_out(folder: Path, ranks: int, **said: Any) -> StandInReplica:
+    """GRPO against a replica that follows the bucket; every version it went to and its final bits are proven."""
+    replica = StandInReplica(str(folder / "bucket"), tiny.llama())
+    with replica.running():
+        train(folder, ranks, url=replica.url, **said)
+    final = torch.load(folder / f"step-{said['steps']}.pt", weights_only=True)
+    assert {name: bits.tobytes() for name, bits in replica.live.items()} == bucket.cast_bytes(final)
+    assert replica.anchors_taken == 0 and replica.refusals == 0
+    assert len(replica.served) >= said["steps"]  # on-policy: every step's weights were rolled out from
+    return replica
+
+
+def test_grpo_over_fsdp2_rolls_out_from_the_weights_just_trained(tmp_path: Path) -> None:
+    roll_out(tmp_path, 2, environment=LLAMA, steps=3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ranks", "environment", "arguments"),
+    [
+        (2, {}, {}),
+        (3, {}, {}),
+        (2, LLAMA, {}),
+        (3, LLAMA, {}),
+        (2, ZERO, zero(3, bf16=True)),
+        (3, ZERO, zero(3, bf16=True)),
+    ],
+    ids=["ddp-2", "ddp-3", "fsdp2-2", "fsdp2-3", "zero3-2", "zero3-3"],
+)
+def test_twenty_grpo_steps(tmp_path: Path, ranks: int, environment: dict[str, str], arguments: dict[str, Any]) -> None:
+    if "deepspeed" in arguments:
+        pytest.importorskip("deepspeed")
+    roll_out(tmp_path, ranks, environment=environment, arguments=arguments, steps=20)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_fsdp2_publishes_shards_of_unequal_size(tmp_path: Path, ranks: int) -> None:
-    """32 rows over 3 ranks are 11, 11 and 10; none of them ever sees another's."""
-    uri = train(tmp_path, ranks, environment=layers("LlamaDecoderLayer"))
+    """32 rows over 3 ranks are 11, 11 and 10; none of them ever sees another's. The anchor is the ranks' too."""
+    uri = train(tmp_path, ranks, environment=LLAMA)
     assert {len(m.objects) for m in bucket.chain(uri)[1:]} == {ranks}
 
 
+@pytest.mark.long
 def test_fsdp2_publishes_experts_under_their_checkpoint_names(tmp_path: Path) -> None:
     """Four experts in one tensor, sharded over three ranks, are twelve tensors of the checkpoint."""
     train(tmp_path, 3, environment=layers("Qwen3MoeDecoderLayer"), model="qwen3_moe")
-
-
-def test_grpo_over_three_ranks_rolls_out_from_the_weights_just_trained(tmp_path: Path) -> None:
-    model = tiny.llama()
-    replica = StandInReplica(str(tmp_path / "bucket"), model)
-    with replica.running():
-        uri = train(tmp_path, 3, environment=layers("LlamaDecoderLayer"), url=replica.url)
-    final = torch.load(tmp_path / "step-3.pt", weights_only=True)
-    assert {name: bits.tobytes() for name, bits in replica.live.items()} == bucket.cast_bytes(final)
-    assert replica.anchors_taken == 0 and len(replica.served) >= 3
-    assert bucket.newest(uri).steps[1] == 3
 
 
 @pytest.mark.long
@@ -71,3 +103,31 @@ def test_deepspeed_publishes_what_the_forward_computes_with(tmp_path: Path, stag
     pytest.importorskip("deepspeed")
     settings = {"serving_dtype": "BF16"}
     train(tmp_path, ranks, environment=ZERO, arguments=zero(stage, bf16=bf16), settings=settings)
+
+
+@pytest.mark.long
+def test_deepspeed_publishes_experts_under_their_checkpoint_names(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    train(tmp_path, 3, environment=ZERO, arguments=zero(3, bf16=True), model="mixtral")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+def test_the_benchmark_finds_equal_versions_and_shared_memory(strategy: str) -> None:
+    if strategy == "zero3":
+        pytest.importorskip("deepspeed")
+    script = Path(__file__).parents[2] / "benchmarks" / "sharded_memory.py"
+    sizes = ["--steps", "20", "--hidden", "256", "--layers", "4"]
+    done = subprocess.run(
+        [sys.executable, str(script), "--strategy", strategy, *sizes],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=True,
+    )
+    said = json.loads(done.stdout.strip().splitlines()[-1])
+    first, second = said["rows"]
+    assert (first["equal"], first["versions"]) == (20, 20)
+    whole = 2 * first["parameters"] / 1e6
+    assert first["gather"]["held"] > 0.9 * whole
+    assert max(first["ours"]["held"], second["ours"]["held"]) < 0.8 * whole

@@ -45,7 +45,7 @@ class Follower:
 def _obey(part: RankPart, team: Team, order: dict[str, Any]) -> dict[str, Any]:
     try:
         if order["do"] == "anchor":
-            for *_, bits in part.runs():
+            for *_, bits in part.runs(frozenset(order["names"])):
                 team.send_bits(bits)
             return {}
         return part.obey(**order)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -84,9 +84,11 @@ class RankPart:
             self._put(*self._kept[said["version"]])
         return {}
 
-    def runs(self) -> Iterator[Run]:
-        """This rank's bits, in the order in which rank 0 expects them."""
+    def runs(self, names: Collection[str]) -> Iterator[Run]:
+        """This rank's bits of the named tensors, in the order in which rank 0 expects them."""
         for piece in self.snapshot:
+            if piece.name not in names:
+                continue
             for first, size in cut_runs(piece.region.size, piece.dtype.itemsize):
                 yield piece.name, piece.region, first, piece.bits[first : first + size]
 

@@ -14,6 +14,7 @@ from delta_sync.errors import MappingError
 from delta_sync.store.open import open_store
 from delta_sync.tensor_delta import TensorDelta
 from trl_callback.config import CODECS, DeltaSyncConfig
+from trl_callback.crew import Crew
 from trl_callback.follower import Follower
 from trl_callback.metrics import Metrics
 from trl_callback.publisher import STOP
@@ -23,7 +24,8 @@ from trl_callback.shard_image import ShardImage
 from trl_callback.shard_snapshot import Key
 from trl_callback.status_client import StatusClient
 from trl_callback.team import Team
-from trl_callback.team_chain import Crew, TeamChain, TeamChanges, TeamSnapshot, describe
+from trl_callback.team_chain import TeamChain, TeamChanges
+from trl_callback.team_snapshot import TeamSnapshot, describe
 
 MARGIN = 300.0  # seconds that a rank waits for the others beyond the longest wait that one of them may be in
 

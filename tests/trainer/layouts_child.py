@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,13 +24,13 @@ from trl_callback.metrics import Metrics
 from trl_callback.session import Subject
 from trl_callback.team_session import TeamSession
 
-TOKENS = torch.arange(8).reshape(1, 8) + 4
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def shard(model: torch.nn.Module, **settings: Any) -> torch.nn.Module:
     """As accelerate does it: every layer, then the rest."""
     if "mesh" not in settings:
-        settings["mesh"] = init_device_mesh("cpu", (distributed.get_world_size(),))
+        settings["mesh"] = init_device_mesh(DEVICE, (distributed.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, **settings)
     fully_shard(model, **settings)
@@ -52,13 +53,13 @@ def evaluated(build: Callable[[], Any]) -> Any:
     """The root's weights stay gathered after a forward pass without a backward pass."""
     model = shard(build())
     with torch.no_grad():
-        model(TOKENS)
+        model(torch.arange(4, 12, device=DEVICE)[None])
     assert not isinstance(model.model.norm.weight, DTensor)
     return model
 
 
 def replicated_and_sharded(build: Callable[[], Any]) -> Any:
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(DEVICE, (distributed.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
     return shard(build(), mesh=mesh)
 
 
@@ -79,8 +80,8 @@ def resized() -> Any:
 
 
 LAYOUTS: dict[str, tuple[Callable[[], Any], Callable[[Callable[[], Any]], Any]]] = {
-    "plain": (tiny.llama, lambda build: build()),
-    "plain experts": (tiny.mixtral, lambda build: build()),
+    "plain": (tiny.llama, lambda build: build().to(DEVICE)),
+    "plain experts": (tiny.mixtral, lambda build: build().to(DEVICE)),
     "rows": (tiny.llama, lambda build: shard(build())),
     "columns": (tiny.llama, lambda build: shard(build(), shard_placement_fn=columns)),
     "experts": (tiny.mixtral, lambda build: shard(build())),
@@ -89,7 +90,7 @@ LAYOUTS: dict[str, tuple[Callable[[], Any], Callable[[Callable[[], Any]], Any]]]
     "gathered root": (tiny.llama, evaluated),
     "copies of shards": (tiny.llama, replicated_and_sharded),
     "mixed precision": (tiny.llama, lambda b: shard(b(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))),
-    "on the CPU": (tiny.llama, lambda build: shard(build(), offload_policy=CPUOffloadPolicy(pin_memory=False))),
+    "offloaded": (tiny.llama, lambda build: shard(build(), offload_policy=CPUOffloadPolicy(pin_memory=False))),
     "pure bfloat16, untied": (half, lambda build: shard(build())),
     "frozen layer": (frozen, lambda build: shard(build())),
     "resized vocabulary": (resized, lambda build: shard(build())),
@@ -234,7 +235,9 @@ CASES = {
 
 def main() -> None:
     folder = Path(json.loads(sys.argv[1])["folder"])
-    distributed.init_process_group("gloo")
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
     said = {name: case(folder) for name, case in CASES.items()}
     print(json.dumps(said), flush=True)
     distributed.destroy_process_group()

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from trl_callback.serving_image import TORCH_DTYPES
+from trl_callback.serving_image import TORCH_DTYPES, own_class
 from trl_callback.supported import unwrap
 
 
@@ -22,19 +21,13 @@ def sidecar_files(model: nn.Module, processing_class: Any, dtype_name: str) -> d
         if isinstance(plain, PreTrainedModel):
             config = copy.deepcopy(plain.config)
             config.dtype = TORCH_DTYPES[dtype_name]
-            config.architectures = [_class_name(plain)]
+            config.architectures = [own_class(plain).__name__]
             config.save_pretrained(folder)
             if plain.can_generate() and plain.generation_config is not None:
                 plain.generation_config.save_pretrained(folder)
         if hasattr(processing_class, "save_pretrained"):
             processing_class.save_pretrained(folder)
         return _read_files(Path(folder))
-
-
-def _class_name(model: nn.Module) -> str:
-    """The model's own class: FSDP2 gives it a new one, derived from that."""
-    kind = type(model)
-    return kind.__bases__[-1].__name__ if isinstance(model, FSDPModule) else kind.__name__
 
 
 def _read_files(folder: Path) -> dict[str, bytes]:

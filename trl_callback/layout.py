@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from delta_sync.errors import MappingError
+from trl_callback.serving_image import checkpoint_tensors
 
 Shape = tuple[int, ...]
 
@@ -96,7 +96,7 @@ def sources(model: nn.Module, name: str, shape: Shape) -> list[Source]:
         return [Source(name, shape, 0, row_major(shape))]
     probe = torch.empty(shape, device="meta")
     with _WithoutCopies():
-        parts: Mapping[str, torch.Tensor] = revert_weight_conversion(model, {name: probe})
+        parts = checkpoint_tensors(model, name, probe)
     storage = probe.untyped_storage()._cdata
     if any(part.untyped_storage()._cdata != storage for part in parts.values()):
         raise _not_views(name, model)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -57,7 +59,7 @@ class ServingImage:
         if name in self._kept or not isinstance(self._model, PreTrainedModel):
             return {name: tensor}
         try:
-            parts: dict[str, torch.Tensor] = revert_weight_conversion(self._model, {name: tensor})
+            parts = checkpoint_tensors(self._model, name, tensor)
         except Exception as error:
             raise MappingError(
                 f"parameter {name!r}",
@@ -83,6 +85,33 @@ class ServingImage:
         cast = tensor.to(TORCH_DTYPES[served]).to("cpu").contiguous()  # cast first: half the bytes leave a GPU
         bits = cast.view(_SIGNED[carrier.itemsize]).numpy().view(carrier.carrier).reshape(-1)
         return ImageTensor(name, carrier, tuple(tensor.shape), bits)
+
+
+def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What transformers saves of one stored tensor; raises whatever its conversion does."""
+    with own_classes(model):
+        parts: dict[str, torch.Tensor] = revert_weight_conversion(model, {name: tensor})
+    return parts
+
+
+@contextmanager
+def own_classes(model: nn.Module) -> Iterator[None]:
+    """FSDP2 gives modules classes of its own, derived from theirs; transformers goes by the names of theirs."""
+    sharded: list[nn.Module] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    classes = [type(module) for module in sharded]
+    try:
+        for module in sharded:
+            module.__class__ = own_class(module)
+        yield
+    finally:
+        for module, kind in zip(sharded, classes, strict=True):
+            module.__class__ = kind
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """A module's class before FSDP2."""
+    kind = type(module)
+    return kind.__bases__[-1] if issubclass(kind, FSDPModule) else kind
 
 
 def stored_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,18 @@ from torch import distributed
 from delta_sync.errors import DeltaSyncError
 
 _REASON_BYTES = 4096
+
+
+@contextmanager
+def _speaking() -> Iterator[None]:
+    """What gloo raises when a rank is gone or silent, as an error of ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeltaSyncError(
+            f"rank {distributed.get_rank()}", expected="every rank at the same point of training", got=str(error),
+            remedy="another rank has ended or hangs: look at its errors",
+        ) from error  # fmt: skip
 
 
 class Team:
@@ -61,7 +73,8 @@ class Team:
         data = np.frombuffer(text.encode(), np.uint8)
         size = int(self._all([data.size], torch.int64)[0][0])
         buffer = torch.from_numpy(data.copy() if self.rank == 0 else np.empty(size, np.uint8))
-        distributed.broadcast(buffer, 0, group=self._training)
+        with _speaking():
+            distributed.broadcast(buffer, 0, group=self._training)
         return buffer.numpy().tobytes().decode()
 
     def gather(self, text: str) -> list[str]:
@@ -74,7 +87,8 @@ class Team:
     def _all(self, numbers: Any, kind: torch.dtype) -> list[list[int]]:
         own = torch.tensor(numbers, dtype=kind)
         said = [torch.empty_like(own) for _ in range(self.size)]
-        distributed.all_gather(said, own, group=self._training)
+        with _speaking():
+            distributed.all_gather(said, own, group=self._training)
         return [one.tolist() for one in said]
 
     def _raise_all(self, own: BaseException | None) -> None:
@@ -110,23 +124,27 @@ class Team:
 
     def send_bits(self, bits: npt.NDArray[np.unsignedinteger]) -> None:
         """The others: send bits of a size that rank 0 knows."""
-        distributed.send(torch.from_numpy(np.ascontiguousarray(bits).view(np.uint8)), 0, group=self._background)
+        with _speaking():
+            distributed.send(torch.from_numpy(np.ascontiguousarray(bits).view(np.uint8)), 0, group=self._background)
 
     def receive_bits(self, rank: int, bits: npt.NDArray[np.unsignedinteger]) -> None:
         """Rank 0: fill contiguous ``bits`` with what ``rank`` sends."""
-        distributed.recv(torch.from_numpy(bits.view(np.uint8)), rank, group=self._background)
+        with _speaking():
+            distributed.recv(torch.from_numpy(bits.view(np.uint8)), rank, group=self._background)
 
 
 def _send(data: bytes, rank: int, group: Any) -> None:
-    distributed.send(torch.tensor([len(data)]), rank, group=group)
-    if data:
-        distributed.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank, group=group)
+    with _speaking():
+        distributed.send(torch.tensor([len(data)]), rank, group=group)
+        if data:
+            distributed.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank, group=group)
 
 
 def _receive(rank: int, group: Any) -> bytes:
     size = torch.empty(1, dtype=torch.int64)
-    distributed.recv(size, rank, group=group)
-    data = torch.empty(int(size.item()), dtype=torch.uint8)
-    if data.numel():
-        distributed.recv(data, rank, group=group)
+    with _speaking():
+        distributed.recv(size, rank, group=group)
+        data = torch.empty(int(size.item()), dtype=torch.uint8)
+        if data.numel():
+            distributed.recv(data, rank, group=group)
     return data.numpy().tobytes()

@@ -90,8 +90,6 @@ class TeamSession:
         """After an optimizer step: leave its changes to the publisher, unless one before it is still on its way."""
         if self._lead_says(lambda lead: lead.wants(step)):
             self._capture(step)
-        elif self._follower is not None:
-            self._follower.raise_if_failed()
 
     def sync(self, step: int) -> None:
         """Return once the server serves weights at most ``max_staleness`` steps older than ``step``."""
@@ -131,9 +129,13 @@ class TeamSession:
         return self._resting
 
     def _lead_says(self, choose: Callable[[_Lead], object]) -> bool:
-        """What rank 0's own side answers, on every rank."""
-        lead = self._lead
-        return self._team.decide(lambda: lead is not None and bool(choose(lead)))
+        """What rank 0's own side answers, on every rank; what stopped any rank's background thread, all raise."""
+        return bool(self._team.together(lambda: self._own_say(choose))[0])
+
+    def _own_say(self, choose: Callable[[_Lead], object]) -> int:
+        if self._follower is not None:
+            self._follower.raise_if_failed()
+        return int(self._lead is not None and bool(choose(self._lead)))
 
     def _capture(self, step: int, *, even_if_same: bool = True) -> None:
         start = time.monotonic()
@@ -147,8 +149,6 @@ class TeamSession:
             self._metrics.record(extract_seconds=time.monotonic() - start)
 
     def _compare(self) -> int:
-        if self._follower is not None:
-            self._follower.raise_if_failed()
         self._deltas = self._part.snapshot.diff(self._part.image)
         return sum(delta.changed for delta in self._deltas.values())
 

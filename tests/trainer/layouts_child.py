@@ -37,6 +37,11 @@ def shard(model: torch.nn.Module, **settings: Any) -> torch.nn.Module:
     return model
 
 
+def whole_model(model: torch.nn.Module) -> torch.nn.Module:
+    """In one piece."""
+    return fully_shard(model, mesh=init_device_mesh(DEVICE, (distributed.get_world_size(),)))
+
+
 def columns(parameter: torch.nn.Parameter) -> Shard | None:
     """Matrices and stacks of experts along their second axis, where FSDP2 can: it must divide evenly."""
     divides = parameter.dim() > 1 and parameter.shape[1] % distributed.get_world_size() == 0
@@ -86,6 +91,7 @@ LAYOUTS: dict[str, tuple[Callable[[], Any], Callable[[Callable[[], Any]], Any]]]
     "columns": (tiny.llama, lambda build: shard(build(), shard_placement_fn=columns)),
     "experts": (tiny.mixtral, lambda build: shard(build())),
     "experts by columns": (tiny.qwen3_moe, lambda build: shard(build(), shard_placement_fn=columns)),
+    "vision and language": (tiny.llava, lambda build: whole_model(build())),
     "ignored": (tiny.llama, ignoring),
     "gathered root": (tiny.llama, evaluated),
     "copies of shards": (tiny.llama, replicated_and_sharded),

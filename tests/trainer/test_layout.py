@@ -76,7 +76,7 @@ def test_flat_shards_hold_every_element_once(shape: tuple[int, ...], ranks: int)
     assert sum(where.region.size for where in cuts) == size
 
 
-@pytest.mark.parametrize("build", [tiny.llama, tiny.qwen3_moe, tiny.mixtral])
+@pytest.mark.parametrize("build", [tiny.llama, tiny.qwen3_moe, tiny.mixtral, tiny.llava])
 def test_sources_are_where_saving_takes_the_elements_from(build: object) -> None:
     model = build()  # type: ignore[operator]
     expected = tiny.cast_state(model, torch.float32)
@@ -94,8 +94,7 @@ def test_a_source_that_is_no_run_is_refused_for_flat_shards() -> None:
 
 def test_a_conversion_that_moves_elements_about_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.llama()
-    shuffle = lambda model, state: {n: t.flip(0) for n, t in state.items()}  # noqa: E731
-    monkeypatch.setattr("trl_callback.layout.revert_weight_conversion", shuffle)
+    monkeypatch.setattr("trl_callback.layout.checkpoint_tensors", lambda model, name, tensor: {name: tensor.flip(0)})
     with pytest.raises(MappingError, match=r"'model.norm.weight'.*LlamaForCausalLM"):
         sources(model, "model.norm.weight", (32,))
 

@@ -10,7 +10,7 @@ from delta_sync.errors import MappingError
 from trl_callback.serving_image import ServingImage, compute_dtype, plain_name
 
 MODELS = {"llama-tied": tiny.llama, "llama-untied": lambda: tiny.llama(tied=False), "qwen3-moe": tiny.qwen3_moe,
-          "mixtral": tiny.mixtral}  # fmt: skip
+          "mixtral": tiny.mixtral, "llava": tiny.llava}  # fmt: skip
 
 
 def image_of(model: torch.nn.Module, dtype: str = "BF16") -> ServingImage:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sharded trainers over the cards of one machine, with NCCL, in one call: tests/gpu/sharded.sh [pytest arguments].
-# Every layout, twenty GRPO steps each of DDP, FSDP2 and (where DeepSpeed is installed) ZeRO-3, and their memory.
+# Every layout, twenty GRPO steps each of DDP and FSDP2, ZeRO where DeepSpeed is installed, and the memory they take.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 export NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo NCCL_NVLS_ENABLE=0 HF_HUB_OFFLINE=1

@@ -105,7 +105,7 @@ class Writer:
         tensors: Mapping[str, TensorState],
         all_state_digest: str,
         fingerprint: str,
-        objects: Sequence[bytes],
+        objects: Sequence[bytes | ObjectRef],
         *,
         changed: int,
         total: int,
@@ -115,6 +115,7 @@ class Writer:
         """Make one version durable and visible: objects first, then the manifest, then the HEAD hint.
 
         ``tensors``: state after this version of every tensor (origin) or of those that ``objects`` touch (delta).
+        ``objects``: bytes to store, or references to objects that are stored already, by a trainer's other ranks.
         ``changed`` and ``total`` count elements. Raises ConflictError if another writer took over, StoreError if the
         store failed (call again with the same arguments), IntegrityError if ``tensors`` contradict the digests,
         FormatError, and ChainError for a delta where there is nothing to change.
@@ -145,12 +146,11 @@ class Writer:
             )
             return self._commit(manifest, objects)
 
-    def _commit(self, manifest: Manifest, objects: Sequence[bytes]) -> Manifest:
+    def _commit(self, manifest: Manifest, objects: Sequence[bytes | ObjectRef]) -> Manifest:
         manifest.to_bytes()  # FormatError before anything is written
         after = self._check_states(manifest)
         self._check_fence()
-        for ref, data in zip(manifest.objects, objects, strict=True):
-            self._store.put(ref.key, data)
+        self._put_objects(manifest, objects)
         manifest = self._create(replace(manifest, epoch=self.epoch))
         self._check_fence(manifest)
         self.head, self._base, self._tensors = manifest, Position(manifest.version, manifest.sha256), after
@@ -184,17 +184,25 @@ class Writer:
         self._restore(upload.manifest)
         return record
 
-    def republish(self, manifest: Manifest, objects: Sequence[bytes]) -> None:
-        """Write a version's objects, and what else of it is damaged, again; IntegrityError if they are other bytes."""
+    def _put_objects(self, manifest: Manifest, objects: Sequence[bytes | ObjectRef]) -> None:
+        for ref, data in zip(manifest.objects, objects, strict=True):
+            if not isinstance(data, ObjectRef):
+                self._store.put(ref.key, data)
+
+    def republish(self, manifest: Manifest, objects: Sequence[bytes | ObjectRef]) -> None:
+        """Write a version's objects, and what else of it is damaged, again; IntegrityError if they are other bytes.
+
+        References stand for objects that were stored again already.
+        """
         if len(objects) != len(manifest.objects):
             what = f"objects of version {manifest.version}"
             raise IntegrityError(what, expected=len(manifest.objects), got=len(objects))
         for ref, data in zip(manifest.objects, objects, strict=True):
-            if (got := hashlib.sha256(data).hexdigest()) != ref.sha256:
+            got = data.sha256 if isinstance(data, ObjectRef) else hashlib.sha256(data).hexdigest()
+            if got != ref.sha256:
                 raise IntegrityError(f"object {ref.key}", expected=ref.sha256, got=got)
         self._check_fence()
-        for ref, data in zip(manifest.objects, objects, strict=True):
-            self._store.put(ref.key, data)
+        self._put_objects(manifest, objects)
         self._restore(manifest)
 
     def _restore(self, manifest: Manifest) -> None:
@@ -312,10 +320,15 @@ def default_writer() -> str:
     return f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
-def _object_refs(version: int, epoch: int, objects: Sequence[bytes]) -> Iterator[ObjectRef]:
+def _object_refs(version: int, epoch: int, objects: Sequence[bytes | ObjectRef]) -> Iterator[ObjectRef]:
     for data in objects:
-        sha256 = hashlib.sha256(data).hexdigest()
-        yield ObjectRef(delta_key(version, epoch, sha256), len(data), sha256)
+        yield data if isinstance(data, ObjectRef) else object_ref(version, epoch, data)
+
+
+def object_ref(version: int, epoch: int, data: bytes) -> ObjectRef:
+    """Where a version's delta object belongs, and what it is."""
+    sha256 = hashlib.sha256(data).hexdigest()
+    return ObjectRef(delta_key(version, epoch, sha256), len(data), sha256)
 
 
 def _claim_epoch(ledger: Ledger, run: str | None, writer: str, key: SigningKey | None) -> Epoch:

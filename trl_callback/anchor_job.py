@@ -73,14 +73,17 @@ class AnchorJob:
     @contextlib.contextmanager
     def _shard(self, name: str, heads: list[Head]) -> Iterator[Path]:
         """The shard's temporary file; only one exists at a time."""
-        tensors = (self._past.tensor(head) for head in heads)
         with contextlib.ExitStack() as stack:
             try:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="delta-sync-anchor-"))
-                write_shard(Path(folder) / name, counted(tensors, self._advance_bar))
+                self._write(Path(folder) / name, heads)
             except OSError as error:
                 raise _no_room(error, heads) from error
             yield Path(folder) / name
+
+    def _write(self, path: Path, heads: list[Head]) -> None:
+        """Write one file."""
+        write_shard(path, counted((self._past.tensor(head) for head in heads), self._advance_bar))
 
 
 def _no_room(error: OSError, heads: list[Head]) -> StoreError:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from trl_callback.serving_image import TORCH_DTYPES
+from trl_callback.serving_image import TORCH_DTYPES, own_class
 from trl_callback.supported import unwrap
 
 
@@ -21,7 +21,7 @@ def sidecar_files(model: nn.Module, processing_class: Any, dtype_name: str) -> d
         if isinstance(plain, PreTrainedModel):
             config = copy.deepcopy(plain.config)
             config.dtype = TORCH_DTYPES[dtype_name]
-            config.architectures = [type(plain).__name__]
+            config.architectures = [own_class(plain).__name__]
             config.save_pretrained(folder)
             if plain.can_generate() and plain.generation_config is not None:
                 plain.generation_config.save_pretrained(folder)

@@ -12,11 +12,13 @@ from trl_callback.enclosing import enclosing_trainer
 from trl_callback.generation import GenerationSwap
 from trl_callback.http import Server
 from trl_callback.metrics import Metrics, add_to_logs, log_first
-from trl_callback.ranks import is_main, on_main
+from trl_callback.ranks import is_main, many_ranks
 from trl_callback.rollout_client import RolloutClient
 from trl_callback.serving_image import compute_dtype
 from trl_callback.session import Session, Subject
 from trl_callback.status_client import StatusClient
+from trl_callback.supported import has_shards
+from trl_callback.team_session import TeamSession
 
 
 class DeltaSyncCallback(TrainerCallback):
@@ -30,7 +32,7 @@ class DeltaSyncCallback(TrainerCallback):
         self.config = DeltaSyncConfig.build(uri, **settings)
         self.metrics = Metrics()
         self.generates = False  # a trainer's rollouts come through us
-        self._session: Session | None = None
+        self._session: Session | TeamSession | None = None
         self._swap: GenerationSwap | None = None
         self._status: StatusClient | None = None
         self._args: TrainingArguments | None = None
@@ -65,11 +67,11 @@ class DeltaSyncCallback(TrainerCallback):
         if trainer is not None:
             log_first(trainer, self)
         self.close()
-        on_main(self._open)
+        self._open()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Leave the step's changes to the publisher; raise here whatever stopped it."""
-        on_main(lambda: self._open().step_done(state.global_step))
+        self._open().step_done(state.global_step)
 
     def on_log(
         self,
@@ -87,7 +89,7 @@ class DeltaSyncCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Wait until the last step's weights are in the bucket."""
-        on_main(lambda: self._open().finish(state.global_step))
+        self._open().finish(state.global_step)
 
     # What generation calls.
 
@@ -101,14 +103,14 @@ class DeltaSyncCallback(TrainerCallback):
             request_timeout=config.request_timeout,
             generate_timeout=config.generate_timeout,
             logprobs_mode=lambda: status.status().logprobs_mode,
-            recovered=self._sync_main,
+            recovered=self._sync_again,
         )
         client.connect(timeout)
         return client
 
     def sync(self) -> None:
         """Wait, on all ranks, until the served weights are at most ``max_staleness`` steps old."""
-        on_main(self._sync_main)
+        self._open().sync(self._state.global_step)
 
     def remember(self, args: TrainingArguments, state: TrainerState, model: Any, processing_class: Any) -> None:
         """Note what belongs to the trainer: events and generation each see only a part of it."""
@@ -120,13 +122,17 @@ class DeltaSyncCallback(TrainerCallback):
         if session is not None:
             session.close()
 
-    def _sync_main(self) -> None:
-        self._open().sync(self._state.global_step)
+    def _sync_again(self) -> None:
+        """Rank 0's client found the server away and back: is what it serves still recent enough?"""
+        session = self._open()
+        again = session.sync_alone if isinstance(session, TeamSession) else session.sync
+        again(self._state.global_step)
 
-    def _open(self) -> Session:
-        """This run's session; opened at the start of training, or by an evaluation before it."""
+    def _open(self) -> Session | TeamSession:
+        """This run's session; opened at the start of training, or by an evaluation before it, on all ranks alike."""
         if self._session is None:
-            self._session = Session(self._subject(), self.config, self._status_client(), self.metrics)
+            kind = TeamSession if many_ranks() or has_shards(self._model) else Session
+            self._session = kind(self._subject(), self.config, self._status_client(), self.metrics)
         return self._session
 
     def _subject(self) -> Subject:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from delta_sync.context_file import encode_against
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, encode_delta
 from delta_sync.ledger import Ledger
-from delta_sync.manifest import Kind, Manifest, TensorState
+from delta_sync.manifest import Kind, Manifest, ObjectRef, TensorState
 from delta_sync.retention import delete, find_trim
 from delta_sync.writer import Writer
 from trl_callback.anchor_job import AnchorJob
@@ -43,8 +43,13 @@ class Attempt:
     changes: ChangeSet
     states: Mapping[str, TensorState]
     state_digest: str
-    data: bytes
+    objects: tuple[bytes | ObjectRef, ...]  # references: to what other ranks have stored
     codec: str
+
+    @property
+    def size(self) -> int:
+        """Bytes of all objects."""
+        return sum(data.size if isinstance(data, ObjectRef) else len(data) for data in self.objects)
 
 
 class Chain:
@@ -67,7 +72,7 @@ class Chain:
         self._writer = Writer.open(ledger, run=config.run, writer=config.writer, key=key)
         self.previous = self._writer.previous
         self._published: list[Published] = []
-        self._kept: OrderedDict[int, tuple[Manifest, bytes]] = OrderedDict()
+        self._kept: OrderedDict[int, tuple[Manifest, tuple[bytes | ObjectRef, ...]]] = OrderedDict()
         self._bytes = self._anchored_bytes = 0  # of all deltas of this epoch, of those up to the newest anchor
         self._job: AnchorJob | None = None
         self._job_bytes = 0
@@ -109,18 +114,18 @@ class Chain:
             header, data, _ = encode_against(header, list(self._snapshot.changes(changes.deltas)))
         else:
             data = encode_delta(header, list(changes.deltas.values()))
-        return Attempt(changes, states, self._snapshot.digest_with(states), data, header.codec)
+        return Attempt(changes, states, self._snapshot.digest_with(states), (data,), header.codec)
 
     def commit(self, attempt: Attempt) -> Published:
         """Make the attempt the next version; after a StoreError, call it again with the same attempt."""
-        last, data = attempt.changes.step, attempt.data
+        last = attempt.changes.step
         steps = (min(self.newest.step + 1, last), last)
         self._manifest = self._commit(
-            "delta", steps, attempt.states, attempt.state_digest, data,
+            "delta", steps, attempt.states, attempt.state_digest, *attempt.objects,
             changed=attempt.changes.changed, codec=attempt.codec,
         )  # fmt: skip
-        self._bytes += len(data)
-        self._keep(data)
+        self._bytes += attempt.size
+        self._keep(attempt.objects)
         return self.newest
 
     def _commit(
@@ -129,7 +134,7 @@ class Chain:
         steps: tuple[int, int],
         tensors: Mapping[str, TensorState],
         state: str,
-        *data: bytes,
+        *objects: bytes | ObjectRef,
         changed: int,
         codec: str | None = None,
     ) -> Manifest:
@@ -139,7 +144,7 @@ class Chain:
             tensors,
             state,
             self._snapshot.fingerprint,
-            data,
+            objects,
             changed=changed,
             total=self._snapshot.total_elements,
             codec=codec,
@@ -148,11 +153,13 @@ class Chain:
         self._published.append(Published(manifest.version, steps[1], manifest.sha256))
         return manifest
 
-    def _keep(self, data: bytes) -> None:
+    def _keep(self, objects: tuple[bytes | ObjectRef, ...]) -> None:
         """Hold the newest objects up to a bound, the newest one whatever its size."""
-        self._kept[self._manifest.version] = (self._manifest, data)
-        while len(self._kept) > 1 and sum(len(held) for _, held in self._kept.values()) > KEPT_BYTES:
+        self._kept[self._manifest.version] = (self._manifest, objects)
+        sizes = [sum(ref.size for ref in manifest.objects) for manifest, _ in self._kept.values()]
+        while len(self._kept) > 1 and sum(sizes) > KEPT_BYTES:
             self._kept.popitem(last=False)
+            sizes.pop(0)
 
     def can_republish(self, version: int) -> bool:
         """Whether the version's objects are still held here."""
@@ -160,8 +167,7 @@ class Chain:
 
     def republish(self, version: int) -> None:
         """Put a version's objects again."""
-        manifest, data = self._kept[version]
-        self._writer.republish(manifest, [data])
+        self._writer.republish(*self._kept[version])
 
     @property
     def anchor_is_due(self) -> bool:

@@ -76,11 +76,22 @@ class Publisher:
         with self._changed:
             self.raise_if_failed()
             changes = ChangeSet(step, self._snapshot.diff(image))
-            if changes.deltas or even_if_same or self._in_flight is not None:
+            self.submit(changes, even_if_same=even_if_same)
+            return changes
+
+    def submit(self, changes: ChangeSet, *, even_if_same: bool = True) -> None:
+        """Leave changes to the snapshot for the thread to publish."""
+        with self._changed:
+            if changes.changed or even_if_same or self._in_flight is not None:
                 self._waiting = changes
                 self._changed.notify_all()
-            self.captured_step = max(self.captured_step, step)
-            return changes
+            self.captured_step = max(self.captured_step, changes.step)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything captured is durable."""
+        with self._changed:
+            return self._waiting is None and self._in_flight is None
 
     def want_anchor(self, *, urgent: bool) -> None:
         """Have complete weights attached to the newest version: before the next delta if urgent, else in between."""
@@ -145,14 +156,15 @@ class Publisher:
                 remedy="check the store, or raise flush_timeout; a new run on this URI continues from what is durable",
             )
 
-    def stop(self, timeout: float = STOP) -> None:
-        """End the thread after the job it is in; what is not durable by then is given up."""
+    def stop(self, timeout: float = STOP) -> bool:
+        """End the thread after the job it is in, and say whether it has; what is not durable by then is given up."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join(timeout)
         atexit.unregister(self.stop)
+        return not self._thread.is_alive()
 
     # The thread's side.
 
@@ -325,7 +337,7 @@ class Publisher:
         self.report({name: refusal for name, refusal in said.items() if refusal not in self._old_refusals})
 
     def _record(self, attempt: Attempt, published: Published, seconds: float) -> None:
-        changed, size = attempt.changes.changed, len(attempt.data)
+        changed, size = attempt.changes.changed, attempt.size
         self._metrics.record(
             version=published.version,
             changed_elements=changed,

@@ -12,7 +12,7 @@ from delta_sync.errors import DeltaSyncError
 
 def is_main() -> bool:
     """Whether this process is the one that publishes."""
-    return not _many() or distributed.get_rank() == 0
+    return not many_ranks() or distributed.get_rank() == 0
 
 
 def on_main(work: Callable[[], object]) -> None:
@@ -20,7 +20,7 @@ def on_main(work: Callable[[], object]) -> None:
 
     A collective: every rank must call it at the same point. Nothing but one flag travels between ranks.
     """
-    if not _many():
+    if not many_ranks():
         work()
         return
     failure: BaseException | None = None
@@ -36,7 +36,8 @@ def on_main(work: Callable[[], object]) -> None:
         )  # fmt: skip
 
 
-def _many() -> bool:
+def many_ranks() -> bool:
+    """Whether this process trains together with others."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 

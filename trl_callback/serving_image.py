@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -39,23 +41,25 @@ class ServingImage:
     Raises MappingError, naming the tensor, for what can't be published exactly.
     """
 
+    shards_allowed = False
+
     def __init__(self, model: nn.Module, serving_dtype: Callable[[str], str]) -> None:
         self._model = unwrap(model)
         self._serving_dtype = serving_dtype
         self._kept: set[str] = set()  # in-memory names known to be checkpoint names already
-        check_model(self._model)
+        check_model(self._model, shards_allowed=self.shards_allowed)
 
     def __iter__(self) -> Iterator[ImageTensor]:
         """Every tensor once, in the model's order; tied weights under their first name only."""
-        for memory_name, tensor in _stored_tensors(self._model):
-            for name, part in self._checkpoint_tensors(memory_name, tensor).items():
+        for memory_name, tensor in (*stored_parameters(self._model), *stored_buffers(self._model)):
+            for name, part in self._checkpoint_tensors(memory_name, tensor.detach()).items():
                 yield self._cast(name, part)
 
     def _checkpoint_tensors(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         if name in self._kept or not isinstance(self._model, PreTrainedModel):
             return {name: tensor}
         try:
-            parts: dict[str, torch.Tensor] = revert_weight_conversion(self._model, {name: tensor})
+            parts = checkpoint_tensors(self._model, name, tensor)
         except Exception as error:
             raise MappingError(
                 f"parameter {name!r}",
@@ -83,10 +87,41 @@ class ServingImage:
         return ImageTensor(name, carrier, tuple(tensor.shape), bits)
 
 
-def _stored_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers under their in-memory names, each storage-sharing object once."""
+def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What transformers saves of one stored tensor; raises whatever its conversion does."""
+    with own_classes(model):
+        parts: dict[str, torch.Tensor] = revert_weight_conversion(model, {name: tensor})
+    return parts
+
+
+@contextmanager
+def own_classes(model: nn.Module) -> Iterator[None]:
+    """FSDP2 gives modules classes of its own, derived from theirs; transformers goes by the names of theirs."""
+    sharded: list[nn.Module] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    classes = [type(module) for module in sharded]
+    try:
+        for module in sharded:
+            module.__class__ = own_class(module)
+        yield
+    finally:
+        for module, kind in zip(sharded, classes, strict=True):
+            module.__class__ = kind
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """A module's class before FSDP2."""
+    kind = type(module)
+    return kind.__bases__[-1] if issubclass(kind, FSDPModule) else kind
+
+
+def stored_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters under their in-memory names, each storage-sharing object once."""
     for name, parameter in model.named_parameters():
-        yield plain_name(name), parameter.detach()
+        yield plain_name(name), parameter
+
+
+def stored_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Persistent buffers, in the same way."""
     transient = _transient_buffers(model)
     for name, buffer in model.named_buffers():
         if name not in transient:
@@ -112,5 +147,5 @@ def compute_dtype(model: nn.Module, *, bf16: bool, fp16: bool) -> str:
     """The precision the trainer computes in, as a safetensors name: its autocast type, else its largest weight's."""
     if bf16 or fp16:
         return "BF16" if bf16 else "F16"
-    largest = max(unwrap(model).parameters(), key=lambda parameter: parameter.numel())
+    largest = max(unwrap(model).parameters(), key=lambda p: getattr(p, "ds_numel", p.numel()))
     return NAMES.get(largest.dtype, str(largest.dtype))

@@ -1,11 +1,11 @@
-"""One training run on rank 0: its model's image, its snapshot, its chain in the bucket, and the server it waits for."""
+"""One training run: its model's image, its snapshot, its chain in the bucket, and the server it waits for."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -50,33 +50,40 @@ class Session:
     def __init__(
         self, subject: Subject, config: DeltaSyncConfig, status: StatusClient | None, metrics: Metrics
     ) -> None:
+        self._config, self._metrics = config, metrics
+        server = ask(status, config)
+        self._image = ServingImage(subject.model, serving_dtypes(config, server, subject.compute_dtype))
+        self._start(subject, server, Snapshot(self._image), Chain)
+
+    def _start(
+        self, subject: Subject, server: AskedServer, snapshot: Snapshot, make_chain: Callable[..., Chain]
+    ) -> None:
+        """Check that trainer and server fit, commit the origin and begin to publish."""
+        config, status, live = self._config, server.client, server.live
         self._key = config.load_signing_key()
-        live = None if status is None else wait_for_live_state(status, config.sync_timeout)
-        served = {} if status is None else status.tensors()
-        dtype_of = serving_dtypes(config, served, live, subject.compute_dtype)
-        self._image, self._config, self._metrics = ServingImage(subject.model, dtype_of), config, metrics
-        snapshot = Snapshot(self._image)
         if status is not None:
-            check_same_tensors(snapshot.states, served, status.url)
+            check_same_tensors(snapshot.states, server.tensors, status.url)
             check_trusted(self._key, live.pinned_keys if live else (), status.url)
             check_codec(CODECS[config.codec], live, status.url)
             warn_about_uri(config.shown_uri, live, status.url)
         warn_about_precision(subject.compute_dtype, snapshot.main_dtype)
 
         sidecars = sidecar_files(subject.model, subject.processing_class, snapshot.main_dtype)
-        ledger, chain = self._open(snapshot, sidecars, subject.step)
+        ledger, chain = self._open(snapshot, sidecars, subject.step, make_chain)
         if chain.previous is not None:
             logger.warning(
                 "delta-sync: %s already has version %d (epoch %d): this trainer goes on after it as epoch %d",
                 config.shown_uri, chain.previous.version, chain.previous.epoch, chain.epoch,
             )  # fmt: skip
         self._first_step = subject.step
-        self._publisher = Publisher(chain, snapshot, config, metrics)
+        self._publisher = Publisher(chain, snapshot, config, self._metrics)
         self._wait = None if status is None else ServedWait(status, ledger, self._publisher, config, self._key)
         self._want_first_anchor(chain, snapshot, live)
         self._publisher.start()
 
-    def _open(self, snapshot: Snapshot, sidecars: Mapping[str, bytes], step: int) -> tuple[Ledger, Chain]:
+    def _open(
+        self, snapshot: Snapshot, sidecars: Mapping[str, bytes], step: int, make_chain: Callable[..., Chain]
+    ) -> tuple[Ledger, Chain]:
         """Claim an epoch and commit the origin, off the training thread: a file system may hang for ever."""
         config = self._config
 
@@ -84,7 +91,7 @@ class Session:
             keys = None if self._key is None else PublicKeys([self._key.public])
             acks = None if config.ack_uri is None else open_ack_store(config.ack_uri)
             ledger = Ledger(open_store(config.uri), keys=keys, acks=acks)
-            return ledger, Chain(ledger, snapshot, config, sidecars, step, self._key)
+            return ledger, make_chain(ledger, snapshot, config, sidecars, step, self._key)
 
         try:
             return within(config.publish_timeout, begin)
@@ -113,14 +120,20 @@ class Session:
 
     def sync(self, step: int) -> None:
         """Return once the server serves weights at most ``max_staleness`` steps older than ``step``."""
+        start = time.monotonic()
+        if self._publisher.captured_step < self._needed(step):
+            self._capture(step)
+        self._wait_for(step, since=start)
+
+    def _needed(self, step: int) -> int:
+        """The oldest step whose weights rollouts at ``step`` may come from."""
+        return max(self._first_step, step - self._config.max_staleness)
+
+    def _wait_for(self, step: int, since: float) -> None:
         if self._wait is None:
             raise MappingError("sync_weights", expected="a rollout server", got="none", remedy="set server_url=…")
-        start = time.monotonic()
-        needed = max(self._first_step, step - self._config.max_staleness)
-        if self._publisher.captured_step < needed:
-            self._capture(step)
-        served = self._wait.until(needed)
-        self._metrics.record(wait_seconds=time.monotonic() - start, staleness=step - served.step)
+        served = self._wait.until(self._needed(step))
+        self._metrics.record(wait_seconds=time.monotonic() - since, staleness=step - served.step)
 
     def finish(self, step: int) -> None:
         """Publish what is not published yet, and wait until it is durable (``flush_timeout``)."""
@@ -138,15 +151,40 @@ class Session:
         self._metrics.record(extract_seconds=time.monotonic() - start)
 
 
-def serving_dtypes(
-    config: DeltaSyncConfig, served: Mapping[str, TensorState], live: ServerStatus | None, computed: str
-) -> Callable[[str], str]:
-    """Tensor name -> element type: the setting, else the server's own type of it, else what the trainer computes in."""
+@dataclass(frozen=True)
+class AskedServer:
+    """The server to wait for and what it said of itself when asked, all None or empty where there is none."""
+
+    client: StatusClient | None = None
+    live: ServerStatus | None = None
+    tensors: Mapping[str, TensorState] = field(default_factory=dict)
+
+
+def ask(status: StatusClient | None, config: DeltaSyncConfig) -> AskedServer:
+    """Wait until the server knows the digest of its live weights; SyncTimeoutError after ``sync_timeout``."""
+    if status is None:
+        return AskedServer()
+    return AskedServer(status, wait_for_live_state(status, config.sync_timeout), status.tensors())
+
+
+@dataclass(frozen=True)
+class ServingDtypes:
+    """Checkpoint tensor name -> element type to publish it in."""
+
+    default: str
+    named: Mapping[str, str] = field(default_factory=dict)
+
+    def __call__(self, name: str) -> str:
+        """The element type of one tensor."""
+        return self.named.get(name, self.default)
+
+
+def serving_dtypes(config: DeltaSyncConfig, server: AskedServer, computed: str) -> ServingDtypes:
+    """The setting, else each tensor's type on the server, else what the trainer computes in."""
     if config.serving_dtype is not None:
-        chosen = config.serving_dtype
-        return lambda name: chosen
-    default = (live.serving_dtype if live else None) or computed
-    return lambda name: served[name].dtype if name in served else default
+        return ServingDtypes(config.serving_dtype)
+    default = (server.live.serving_dtype if server.live else None) or computed
+    return ServingDtypes(default, {name: state.dtype for name, state in server.tensors.items()})
 
 
 def check_same_tensors(ours: Mapping[str, TensorState], served: Mapping[str, TensorState], url: str) -> None:

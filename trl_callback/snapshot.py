@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -117,7 +118,7 @@ class Snapshot:
     @property
     def main_dtype(self) -> str:
         """The element type of the largest tensor."""
-        return max(self._held.values(), key=lambda held: held.bits.size).dtype.name
+        return max(self.states.values(), key=lambda state: math.prod(state.shape)).dtype
 
     def __iter__(self) -> Iterator[Tensor]:
         """(name, element type, shape, flat bits) of every tensor, as anchors are written from."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from delta_sync.errors import MappingError
@@ -23,31 +24,53 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-def check_model(model: nn.Module) -> None:
-    """MappingError, naming the model or tensor and the remedy, unless every rank holds every weight plainly."""
+def check_model(model: nn.Module, *, shards_allowed: bool = False) -> None:
+    """MappingError, naming the model or tensor and the remedy, unless its weights are plain floats in memory.
+
+    shards_allowed: they may be shards of FSDP2 or DeepSpeed ZeRO-3, to be published by all ranks together.
+    """
     kind = type(model).__name__
     if hasattr(model, "merge_adapter") or getattr(model, "_hf_peft_config_loaded", False):
         _refuse(
             f"PEFT model {kind}", "a full-parameter model", "adapters", "train without an adapter, or merge it first"
         )
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        _refuse(f"model {kind}", "weights that are whole, or FSDP2's or ZeRO-3's shards", "tensor parallelism",
+                "train with FSDP2, DDP or DeepSpeed")  # fmt: skip
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
-            _refuse(f"module {name or kind!r}", "whole weights on every rank", "FSDP shards", "train with DDP")
+            _refuse(f"module {name or kind!r}", "shards of single tensors", "FSDP1's flattened parameters",
+                    "train with FSDP2 (fsdp_version: 2)")  # fmt: skip
     for name, tensor in [*model.named_parameters(), *_float_state(model)]:
-        _check_tensor(name, tensor)
+        _check_tensor(name, tensor, shards_allowed)
 
 
-def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+def _check_tensor(name: str, tensor: torch.Tensor, shards_allowed: bool) -> None:
     what = f"tensor {name!r}"
-    if hasattr(tensor, "ds_id") or hasattr(tensor, "ds_tensor"):
-        _refuse(what, "whole weights on every rank", "a DeepSpeed ZeRO-3 shard", "train with DDP or ZeRO stage <= 2")
-    if hasattr(tensor, "placements"):
-        _refuse(what, "whole weights on every rank", "a DTensor shard (FSDP2 or tensor parallel)", "train with DDP")
+    if is_shard(tensor) and not shards_allowed:
+        _refuse(what, "whole weights", "a shard (FSDP2 or ZeRO-3)", "train under torchrun or accelerate launch")
+    if "tp" in (mesh_axes(tensor) or ()):
+        _refuse(what, "FSDP2's shards", "a tensor-parallel shard", "train with FSDP2, DDP or DeepSpeed")
     if tensor.is_meta:
         _refuse(what, "weights in memory", "the meta device", "load the model without disk offload")
     if tensor.dtype not in FLOATS or hasattr(tensor, "quant_state"):
         _refuse(what, f"one of {[str(d).removeprefix('torch.') for d in FLOATS]}",
                 str(tensor.dtype).removeprefix("torch."), "train unquantised weights")  # fmt: skip
+
+
+def is_shard(tensor: torch.Tensor) -> bool:
+    """Whether this process may hold only a part of the tensor: FSDP2's, or DeepSpeed ZeRO-3's."""
+    return isinstance(tensor, DTensor) or hasattr(tensor, "ds_tensor")
+
+
+def has_shards(model: nn.Module) -> bool:
+    """Whether any weight is a shard."""
+    return any(is_shard(parameter) for parameter in model.parameters())
+
+
+def mesh_axes(tensor: torch.Tensor) -> tuple[str, ...] | None:
+    """The names of a DTensor's mesh axes, None if it has none."""
+    return tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None
 
 
 def _float_state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

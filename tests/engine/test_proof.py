@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from delta_sync.cover import check_cover
 from delta_sync.digest import digest_region, state_digest, tensor_key
 from delta_sync.errors import IntegrityError, MappingError
 from delta_sync.manifest import TensorState
-from vllm_delta_plugin.proof import MASK, Layout, Region, check_cover, prove
+from vllm_delta_plugin.proof import MASK, Layout, Region, prove
 
 SHAPE = (6, 8)
 NAME = "layers.0|odd.weight"  # a name may hold the separator

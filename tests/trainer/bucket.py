@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -12,9 +12,11 @@ from delta_sync.anchor_files import Tensor, iter_anchor_tensors
 from delta_sync.context_file import decode_against
 from delta_sync.delta import apply
 from delta_sync.digest import digest, state_digest, tensor_key
+from delta_sync.dtypes import dtype
 from delta_sync.errors import ChainError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest, TensorState
+from delta_sync.plan import Step
 from delta_sync.store.open import open_store
 
 
@@ -46,33 +48,65 @@ def materialise(uri: str, start: Iterable[Tensor] = ()) -> dict[str, bytes]:
 
     Every digest is proven on the way.
     """
-    ledger = Ledger(open_store(uri))
-    bits: dict[str, np.ndarray] = {}
-    layout: dict[str, tuple[str, tuple[int, ...]]] = {}
+    rebuilt = Rebuilt(uri, start)
+    for step in rebuilt.plan.deltas:
+        rebuilt.apply(step)
+    assert state_digest(rebuilt.states()) == rebuilt.plan.target.state_digest
+    return rebuilt.bytes()
 
-    def take(tensors: Iterable[Tensor]) -> None:
-        for name, dtype, shape, values in tensors:
-            bits[name], layout[name] = values.copy(), (dtype.name, shape)
 
-    def states() -> dict[str, TensorState]:
-        return {name: TensorState(*layout[name], digest(bits[name], tensor_key(name))) for name in bits}
+def versions(uri: str, start: Iterable[Tensor] = ()) -> Iterator[tuple[Manifest, dict[str, bytes]]]:
+    """Each version from the newest anchor, or from ``start``, on: its manifest and every tensor's bits, proven."""
+    rebuilt = Rebuilt(uri, start)
+    for manifest in chain(uri):
+        if manifest.version > rebuilt.version:
+            rebuilt.apply(manifest)
+        if manifest.version >= rebuilt.version:
+            assert state_digest(rebuilt.states()) == manifest.state_digest
+            yield manifest, rebuilt.bytes()
 
-    take(start)
-    plan = ledger.plan(None, state_digest(states()))
-    assert plan is not None
-    if plan.anchor is not None:
-        take(iter_anchor_tensors(ledger, plan.anchor))
-    for manifest in plan.deltas:
-        for ref in manifest.objects:
-            header, deltas = decode_against(ledger.read_object(ref), lambda name, *_: bits[name].copy())
-            assert (header.version, header.base_version) == (manifest.version, manifest.base_version)
+
+class Rebuilt:
+    """The bits of the version that a reader's plan starts from, then of those whose deltas are applied."""
+
+    def __init__(self, uri: str, start: Iterable[Tensor]) -> None:
+        self._ledger = Ledger(open_store(uri))
+        self._bits: dict[str, np.ndarray] = {}
+        self._layout: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._take(start)
+        plan = self._ledger.plan(None, state_digest(self.states()))
+        assert plan is not None
+        self.plan = plan
+        self.version = (plan.deltas[0].base_version or 0) if plan.deltas else plan.target.version
+        if plan.anchor is not None:
+            self._take(iter_anchor_tensors(self._ledger, plan.anchor))
+
+    def _take(self, tensors: Iterable[Tensor]) -> None:
+        for name, kind, shape, values in tensors:
+            self._bits[name], self._layout[name] = values.copy(), (kind.name, shape)
+
+    def states(self) -> dict[str, TensorState]:
+        return {n: TensorState(*self._layout[n], digest(bits, tensor_key(n))) for n, bits in self._bits.items()}
+
+    def apply(self, step: Step) -> None:
+        for ref in step.objects:
+            header, deltas = decode_against(self._ledger.read_object(ref), lambda name, *_: self._bits[name].copy())
+            assert (header.version, header.base_version) == (step.version, step.base_version)
             for delta in deltas:
-                apply(delta, bits[delta.name])
-        for name, state in manifest.tensors.items():
-            assert state.digest == digest(bits[name], tensor_key(name)), (manifest.version, name)
-    assert state_digest(states()) == plan.target.state_digest
-    return {name: values.tobytes() for name, values in bits.items()}
+                apply(delta, self._bits[delta.name])
+        for name, state in step.tensors.items():
+            assert state.digest == digest(self._bits[name], tensor_key(name)), (step.version, name)
+        self.version = step.version
+
+    def bytes(self) -> dict[str, bytes]:
+        return {name: values.tobytes() for name, values in self._bits.items()}
 
 
 def cast_bytes(state: dict[str, torch.Tensor]) -> dict[str, bytes]:
     return {name: t.contiguous().view(torch.uint8).numpy().tobytes() for name, t in state.items()}
+
+
+def tensors(state: dict[str, torch.Tensor]) -> list[Tensor]:
+    """A bfloat16 checkpoint as what anchors are made of."""
+    bits = {name: tensor.contiguous().view(torch.int16).numpy().view("<u2") for name, tensor in state.items()}
+    return [(name, dtype("BF16"), tuple(state[name].shape), values.reshape(-1)) for name, values in bits.items()]

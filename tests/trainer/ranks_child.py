@@ -21,7 +21,7 @@ def main() -> None:
         original = sync.on_step_end
 
         def fail_once(*args: Any, **kwargs: Any) -> None:
-            sync._session.step_done = lambda step: (_ for _ in ()).throw(StoreError("injected"))  # type: ignore
+            sync._session._lead.wants = lambda step: (_ for _ in ()).throw(StoreError("injected"))  # type: ignore
             original(*args, **kwargs)
 
         sync.on_step_end = fail_once  # type: ignore[method-assign]

@@ -52,4 +52,5 @@ def test_rank_zero_publishes_what_both_trained(tmp_path: Path) -> None:
 def test_a_failure_on_rank_zero_stops_both(tmp_path: Path) -> None:
     first, second = run_two(tmp_path, str(tmp_path / "bucket"), "step")
     assert first.startswith("rank 0 raised StoreError: injected")
-    assert second.startswith("rank 1 raised DeltaSyncError: rank 1, expected rank 0 to publish")
+    assert second.startswith("rank 1 raised DeltaSyncError: rank 1, expected every rank to publish")
+    assert "a failure on rank 0: StoreError: injected" in second

@@ -10,7 +10,7 @@ from delta_sync.errors import MappingError
 from trl_callback.serving_image import ServingImage, compute_dtype, plain_name
 
 MODELS = {"llama-tied": tiny.llama, "llama-untied": lambda: tiny.llama(tied=False), "qwen3-moe": tiny.qwen3_moe,
-          "mixtral": tiny.mixtral}  # fmt: skip
+          "mixtral": tiny.mixtral, "llava": tiny.llava}  # fmt: skip
 
 
 def image_of(model: torch.nn.Module, dtype: str = "BF16") -> ServingImage:
@@ -93,7 +93,7 @@ def refused(model: torch.nn.Module) -> str:
 
 def test_what_cannot_be_published_is_refused_by_name() -> None:
     sharded = tiny.llama()
-    sharded.model.norm.weight.ds_id = 3
+    sharded.model.norm.weight.ds_tensor = torch.ones(3)
     assert "'model.norm.weight'" in refused(sharded) and "ZeRO-3" in refused(sharded)
 
     with torch.device("meta"):
@@ -109,7 +109,7 @@ def test_what_cannot_be_published_is_refused_by_name() -> None:
     assert "PEFT" in refused(adapted)
 
 
-def test_fsdp_shards_are_refused() -> None:
+def test_a_shard_is_refused_where_only_whole_weights_are_expected() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -117,7 +117,7 @@ def test_fsdp_shards_are_refused() -> None:
     try:
         model = tiny.llama()
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        assert "DTensor" in refused(model)
+        assert "FSDP2" in refused(model)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -178,9 +178,9 @@ def test_a_version_that_stays_refused_is_answered_with_complete_weights() -> Non
         def wrong(changes: Any) -> Any:
             """An encoder gone wrong: the digests are right, one changed value is not."""
             attempt = original(changes)
-            header, deltas = decode_delta(attempt.data)
+            header, deltas = decode_delta(attempt.objects[0])
             deltas[0].values[0] += 1
-            return replace(attempt, data=encode_delta(header, deltas))
+            return replace(attempt, objects=(encode_delta(header, deltas),))
 
         publisher._chain.prepare = wrong
         loop.train()

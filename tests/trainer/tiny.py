@@ -7,8 +7,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
+    CLIPVisionConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedTokenizerFast,
@@ -53,6 +56,16 @@ def qwen3_moe(*, seed: int = 0) -> Qwen3MoeForCausalLM:
 def mixtral(*, seed: int = 0) -> MixtralForCausalLM:
     torch.manual_seed(seed)
     return MixtralForCausalLM(MixtralConfig(**_COMMON, intermediate_size=16, num_hidden_layers=1, num_local_experts=4))
+
+
+def llava(*, seed: int = 0) -> LlavaForConditionalGeneration:
+    """A vision-language model: checkpoints name its language model otherwise than memory does."""
+    torch.manual_seed(seed)
+    text = LlamaConfig(**_COMMON, intermediate_size=48, num_hidden_layers=1)
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    return LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_index=5))
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from delta_sync.digest import digest
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest, TensorState
 from delta_sync.store.open import open_store
+from delta_sync.tensor_delta import TensorDelta
 from delta_sync.writer import Writer
 
 
@@ -53,11 +55,18 @@ def small_ones_stepped(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.T
     return out
 
 
+def share(delta: TensorDelta, rank: int, ranks: int) -> TensorDelta:
+    """What a rank that holds every ``ranks``-th element of a tensor publishes of its delta."""
+    mine = delta.positions % ranks == rank
+    return replace(delta, positions=delta.positions[mine], values=delta.values[mine])
+
+
 class Publisher:
     """Publishes versions of a set of 16-bit tensors into a local folder."""
 
     dtype = "BF16"
     context = False  # whether deltas are coded against the bits they change
+    ranks = 1  # how many ranks share every tensor, each writing an object of its own
 
     def __init__(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         self.uri = str(folder)
@@ -73,15 +82,15 @@ class Publisher:
         deltas = [diff(n, DTYPES[self.dtype], new[n].shape, bits(self.tensors[n]), bits(new[n])) for n in new]
         deltas = [d for d in deltas if d.changed]
         header = DeltaHeader("test", version, version - 1, DEFAULT_CODEC)
+        objects = [encode_delta(header, [share(d, rank, self.ranks) for d in deltas]) for rank in range(self.ranks)]
         if self.context:
             header, data, _ = encode_against(header, [self._change(name, new[name]) for name in new])
             assert header.codec == CONTEXT_CODEC, "a change that the gap codec writes shorter tests nothing"
-        else:
-            data = encode_delta(header, deltas)
+            objects = [data]
         self.tensors = dict(new if claimed is None else claimed)
         after = states(self.tensors, self.dtype)
         count = sum(d.changed for d in deltas)
-        return self._commit("delta", {d.name: after[d.name] for d in deltas}, [data], count, header.codec)
+        return self._commit("delta", {d.name: after[d.name] for d in deltas}, objects, count, header.codec)
 
     def _change(self, name: str, new: torch.Tensor) -> Change:
         return Change(name, DTYPES[self.dtype], tuple(new.shape), bits(self.tensors[name]), bits(new))

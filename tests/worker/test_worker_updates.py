@@ -123,3 +123,23 @@ def test_chains_of_context_coded_deltas(case: Case, tmp_path: Path, start: str) 
     (staged,) = live.stage(restore.ledger.plan(Position(restore.origin.version, restore.origin.sha256), None))
     live.one("commit", staged["target"])
     live.one("settle", staged["target"])
+
+
+def test_versions_whose_objects_each_hold_a_part_of_every_tensor(case: Case, tmp_path: Path) -> None:
+    """What a sharded trainer publishes: three objects a version, with positions that interleave. There and back."""
+    live, served = case.live, case.new if same(case.live.bits(), case.fresh_bits) else case.publisher.tensors
+    publisher = Publisher(tmp_path / "run", served)
+    publisher.ranks = 3
+    live.attach(publisher.uri)
+    position = Position(publisher.origin.version, publisher.origin.sha256)
+    for tensors in (nudged(served, 0.1, seed=7), served):
+        manifest = publisher.delta(tensors)
+        plan = publisher.ledger.plan(position, None)
+        assert plan is not None and len(manifest.objects) == 3
+        (staged,) = live.stage(plan)
+        assert (staged["state"], staged["changed"]) == ("staged", manifest.changed_elements), staged
+        live.one("commit", manifest.version)
+        live.one("settle", manifest.version)
+        found = combined(live.attach(publisher.uri)["regions"])
+        assert found == {n: s.digest for n, s in states(tensors).items()}
+        position = plan.position

@@ -1,0 +1,53 @@
+"""One rank of a sharded run: argv is a JSON object; the strategy is in the environment, as accelerate has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import accelerate_on_cpu  # noqa: F401
+import grpo
+import tiny
+import torch
+from gathered import KeepEveryStep
+
+from delta_sync.errors import DeltaSyncError
+from trl_callback import DeltaSyncCallback
+
+ZERO = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+
+
+def main() -> None:
+    said = json.loads(sys.argv[1])
+    folder = Path(said["folder"])
+    build = getattr(tiny, said.get("model", "llama"))
+    sync = DeltaSyncCallback(said["uri"], **said.get("settings", {}))
+    callbacks = [KeepEveryStep(build, folder), sync]
+    on_cpu = not torch.cuda.is_available() and not ZERO  # as accelerate has it, what uses the CPU is not DeepSpeed
+    arguments = {"bf16": True, "use_cpu": on_cpu, **said.get("arguments", {})}
+    if said.get("url"):
+        trainer = grpo.grpo_trainer(
+            folder,
+            model=build(),
+            url=said["url"],
+            use_vllm=True,
+            callbacks=callbacks,
+            max_steps=said["steps"],
+            **arguments,
+        )
+    else:
+        trainer = grpo.plain_trainer(folder, model=build(), callbacks=callbacks, steps=said["steps"], **arguments)
+    rank = torch.distributed.get_rank()
+    try:
+        trainer.train()
+    except DeltaSyncError as error:
+        print(f"rank {rank} raised {type(error).__name__}: {error}", flush=True)
+    else:
+        print(f"rank {rank} trained {trainer.state.global_step}", flush=True)
+    sync.close()
+
+
+if __name__ == "__main__":
+    main()

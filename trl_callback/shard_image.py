@@ -1,0 +1,64 @@
+"""One rank's share of a model as the server should hold it: pieces of checkpoint tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+
+from delta_sync.dtypes import DType
+from trl_callback.layout import Cut, Region, Shape, cut, flattened, sources, whole
+from trl_callback.serving_image import ServingImage
+from trl_callback.shards import Held, held
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``region`` of one checkpoint tensor of ``shape``; ``bits``, flat, may share the model's memory."""
+
+    name: str
+    dtype: DType
+    shape: Shape
+    region: Region
+    bits: npt.NDArray[np.unsignedinteger]
+
+
+class ShardImage(ServingImage):
+    """Walks this rank's shards, cast to what is served, never holding more than one cast shard.
+
+    The pieces of all ``ranks`` together are the whole model, each element once; no rank needs another's.
+    Raises MappingError, naming the tensor, for what can't be published exactly.
+    """
+
+    shards_allowed = True
+
+    def __init__(self, model: nn.Module, serving_dtype: Callable[[str], str], rank: int, ranks: int) -> None:
+        super().__init__(model, serving_dtype)
+        self._rank, self._ranks = rank, ranks
+        self._cuts: dict[str, list[tuple[str, Shape, Cut]]] = {}  # by in-memory name; a layout never changes
+
+    def pieces(self) -> Iterator[Piece]:
+        """This rank's pieces, in the model's order."""
+        for share in held(self._model, self._rank, self._ranks):
+            if share.is_whole and not share.flat:
+                for name, part in self._checkpoint_tensors(share.name, share.local).items():
+                    whole_tensor = self._cast(name, part)
+                    yield Piece(name, whole_tensor.dtype, whole_tensor.shape, whole(whole_tensor.shape),
+                                whole_tensor.bits)  # fmt: skip
+                continue
+            for name, shape, where in self._cuts_of(share):
+                cast = self._cast(name, where.of(share.local))
+                yield Piece(name, cast.dtype, shape, where.region, cast.bits)
+
+    def _cuts_of(self, share: Held) -> list[tuple[str, Shape, Cut]]:
+        if share.name not in self._cuts:
+            found = []
+            for source in sources(self._model, share.name, share.full):
+                where = cut(flattened(source) if share.flat else source, share.shape, share.box)
+                if where is not None:
+                    found.append((source.name, source.shape, where))
+            self._cuts[share.name] = found
+        return self._cuts[share.name]

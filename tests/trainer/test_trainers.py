@@ -170,9 +170,8 @@ def test_stale_rollouts_are_allowed_up_to_max_staleness_and_no_further(tmp_path,
     with StandInReplica(uri, model).running() as replica:
 
         class Pause(TrainerCallback):
-            def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-                if replica.generated_at:
-                    replica.paused.set()
+            def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+                replica.paused.set()  # the first rollouts are there, the first step's version is not
 
         trainer = grpo.grpo_trainer(tmp_path, model=model, url=replica.url, use_vllm=True, callbacks=[sync, Pause()])
         with pytest.raises(SyncTimeoutError, match=rf"{replica.url}.*step 1\) served.*version [12];.*sync_timeout"):

@@ -13,7 +13,7 @@ from delta_sync.plan import Plan, Position
 from vllm_delta_plugin.engine_stage import Staged
 from vllm_delta_plugin.log import logger
 from vllm_delta_plugin.ranks import RankError
-from vllm_delta_plugin.status import Refusal, Status
+from vllm_delta_plugin.status import Refusal, Served, Status
 
 
 class Reporter:
@@ -78,14 +78,11 @@ class Reporter:
         self._acknowledge()
 
     def _serving(self, target: Manifest, how: str, generation: int) -> None:
-        served = self._status.served
-        if served.run not in (None, target.run):
-            logger.warning("delta sync: the store holds run %s now, no longer %s", target.run, served.run)
-        served.run = target.run
-        served.version, served.epoch, served.manifest = target.version, target.epoch, target.sha256
-        served.state_digest, served.commit_generation = target.state_digest, generation
-        self._status.saw(max(target.version, self._status.newest_version or 0))
-        self._status.healed()
+        if (run := self._status.served.run) not in (None, target.run):
+            logger.warning("delta sync: the store holds run %s now, no longer %s", target.run, run)
+        self._status.serves(
+            Served(target.run, target.version, target.epoch, target.sha256, target.state_digest, generation)
+        )
         logger.info("delta sync: serving version %d (%s)", target.version, how)
         self._acknowledge()
 

@@ -127,11 +127,12 @@ class Status:
             served.version = served.epoch = served.manifest = None
             served.state_digest = state_digest or ""
 
-    def healed(self) -> None:
-        """A version was taken: nothing is refused, live memory is proven."""
+    def serves(self, served: Served) -> None:
+        """A version was taken: nothing is refused, live memory is proven. All of it is seen at once."""
         with self._lock:
-            self.refusal, self.poisoned = None, False
+            self.served, self.refusal, self.poisoned = served, None, False
             self._refused.clear()
+            self.newest_version = max(served.version or 0, self.newest_version or 0)
 
     def saw(self, version: int) -> None:
         """This is the newest version the store has."""

@@ -58,6 +58,7 @@ def roll_out(folder: Path, ranks: int, **said: Any) -> StandInReplica:
     return replica
 
 
+@pytest.mark.long
 def test_grpo_over_fsdp2_rolls_out_from_the_weights_just_trained(tmp_path: Path) -> None:
     roll_out(tmp_path, 2, environment=LLAMA, steps=3)
 

@@ -56,8 +56,9 @@ class Mirror:
     """Copies one run from ``source`` to ``target``; not for several threads.
 
     ``from_anchor``: of an empty target, leave out what is older than the newest anchor. ``check``: read what the
-    target has too, and write again what is damaged there. ``keys``: what none of them signed is damage. ``damage`` is what the last ``copy`` met and left out, by
-    object; ``newest`` and ``reached`` are the newest versions of both.
+    target has too, and write again what is damaged there. ``keys``: what none of them signed is damage.
+    ``damage`` is what the last ``copy`` met and left out, by object; ``newest`` and ``reached`` are the newest
+    versions of both.
     """
 
     def __init__(

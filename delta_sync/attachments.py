@@ -33,7 +33,8 @@ class Attachment:
 class Kind:
     """One sort of attachment: where its records lie, (version, epoch) of a record's key, and how to read one.
 
-    ``read`` raises FormatError, IntegrityError, or ChainError where the store does not have that version.
+    ``read`` raises FormatError, SignatureError where the ledger pins keys, IntegrityError, or ChainError where the
+    store does not have that version.
     """
 
     prefix: str
@@ -43,6 +44,8 @@ class Kind:
 
 def _anchor(ledger: Ledger, key: str, data: bytes) -> Attachment:
     record = AnchorRecord.from_bytes(data, limits=ledger.limits)
+    if ledger.keys is not None:
+        ledger.keys.check(AnchorRecord, data, key)
     expect(f"version and epoch in {key}", parse_anchor_key(key), (record.version, record.epoch))
     manifest = ledger.manifest(record.version, record.manifest)
     expect(f"state digest in {key}", manifest.state_digest, record.state_digest)
@@ -53,6 +56,8 @@ def _anchor(ledger: Ledger, key: str, data: bytes) -> Attachment:
 
 def _fold(ledger: Ledger, key: str, data: bytes) -> Attachment:
     record = FoldRecord.from_bytes(data, limits=ledger.limits)
+    if ledger.keys is not None:
+        ledger.keys.check(FoldRecord, data, key)
     named = (record.version, record.epoch, record.base_version)
     expect(f"version, epoch and base version in {key}", parse_fold_key(key), named)
     manifest = ledger.manifest(record.version, record.manifest)

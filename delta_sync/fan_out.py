@@ -11,6 +11,7 @@ from typing import Literal
 
 from delta_sync.errors import ConflictError, DeltaSyncError, NotFoundError, StoreError
 from delta_sync.mirror import Mirror, Stopped
+from delta_sync.signing import PublicKeys
 from delta_sync.store.base import Store
 from delta_sync.store.cache import ObjectCache
 
@@ -22,12 +23,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Options:
-    """``once``: end when all that is there now is copied; ``poll``: seconds between two looks at the source."""
+    """``once``: end when all that is there now is copied; ``poll``: seconds between two looks at the source.
+
+    The others are those of Mirror.
+    """
 
     once: bool = False
     from_anchor: bool = False
     check: bool = False
     poll: float = 1.0
+    keys: PublicKeys | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,7 @@ class Copying(threading.Thread):
                 o = self._options
                 self._mirror = Mirror(
                     self._source, self._open(), self._cache,
-                    from_anchor=o.from_anchor, check=o.check, poll=o.poll, stop=self._stop_event,
+                    from_anchor=o.from_anchor, check=o.check, poll=o.poll, stop=self._stop_event, keys=o.keys,
                 )  # fmt: skip
             if self._state == "starting":
                 self._state = "copying"

@@ -15,6 +15,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from delta_sync.attachments import ANCHOR, Kind, list_records, read_twice
@@ -25,9 +26,10 @@ from delta_sync.manifest import Manifest
 from delta_sync.manifest_reader import ManifestReader, expect
 from delta_sync.mirror_target import MirrorTarget
 from delta_sync.records import RECORD_BYTES, Epoch, Head
+from delta_sync.signing import PublicKeys
 from delta_sync.store.base import Store
 from delta_sync.store.cache import ObjectCache
-from delta_sync.store.keys import HEAD, MANIFESTS, ManifestName, anchor_key, epoch_key
+from delta_sync.store.keys import HEAD, MANIFESTS, MAX_VERSION, ManifestName, anchor_key, epoch_key
 
 DAMAGE = (ChainError, FormatError, IntegrityError, NotFoundError)
 RECHECK_SECONDS = 60.0  # between two looks for what is missing below the newest version, or was attached anew
@@ -54,8 +56,9 @@ class Mirror:
     """Copies one run from ``source`` to ``target``; not for several threads.
 
     ``from_anchor``: of an empty target, leave out what is older than the newest anchor. ``check``: read what the
-    target has too, and write again what is damaged there. ``damage`` is what the last ``copy`` met and left out, by
-    object; ``newest`` and ``reached`` are the newest versions of both.
+    target has too, and write again what is damaged there. ``keys``: what none of them signed is damage.
+    ``damage`` is what the last ``copy`` met and left out, by object; ``newest`` and ``reached`` are the newest
+    versions of both.
     """
 
     def __init__(
@@ -68,8 +71,9 @@ class Mirror:
         check: bool = False,
         poll: float = 1.0,
         stop: threading.Event | None = None,
+        keys: PublicKeys | None = None,
     ) -> None:
-        self._source, self._reader = Ledger(source), ManifestReader(source, DEFAULT_LIMITS)
+        self._source, self._reader = Ledger(source, keys=keys), ManifestReader(source, DEFAULT_LIMITS, keys)
         self._target = MirrorTarget(target, source, cache, DEFAULT_LIMITS, check=check)
         self._from_anchor, self._check, self._poll = from_anchor, check, poll
         self._stop = stop or threading.Event()
@@ -82,7 +86,7 @@ class Mirror:
         self._aside_since = _NEVER
         self._claimed = 0  # the newest epoch whose claim was copied
         self._tried = ""  # sha256 of the newest version that was gone through
-        self._hint = "", _NEVER  # sha256 of the manifest that the target's HEAD names, and when it was written
+        self._hint = "", _NEVER  # sha256 of the manifest that the trainer's HEAD names there, and when HEAD was written
         self._attached: dict[str, int] = {}  # records that are there, with their sizes
         self._anchors: set[AnchorRef] | None = None  # the source's, asked for once a pass where damage is met
         self._looked = self._rechecked = self._listed = _NEVER
@@ -111,12 +115,14 @@ class Mirror:
             return False
         if due:
             self._attached.clear()
+            self._have &= self._target.names()  # retention may have been at work there
         if due or time.monotonic() - self._listed >= LIST_POLLS * self._poll:
             self._copy_attachments()
             self._listed = time.monotonic()
         if due:
             self._copy_older()
             self._copy_attachments()
+            self._write_head(0.0)
             self._rechecked = time.monotonic()
         return not self.damage
 
@@ -138,8 +144,12 @@ class Mirror:
             self._copy_claims(head)
         if head.sha256 != self._tried:
             anchored = set() if self._have else set(self._source.anchors())
-            versions, whole = self._missing(head, lambda m: _name(m) in self._have or _place(m) in anchored)
+            versions, whole = self._missing(
+                head, lambda m: _name(m) in self._have or _place(m) in anchored, gap=bool(self._have)
+            )
             self._copy_versions(versions, whole)
+            if not self.damage and _name(head) not in self._have:
+                self._note(_gap(head))
             self._tried = head.sha256
         return True
 
@@ -148,7 +158,8 @@ class Mirror:
         if time.monotonic() - self._aside_since > ASIDE_SECONDS:  # a listing may have been behind
             self._aside, self._aside_since = set(), time.monotonic()
         bottom = min((name.version for name in self._have), default=0) if self._from_anchor else 0
-        names = {name for name in self._reader.names(MANIFESTS) if name.version >= bottom}
+        top = max((name.version for name in self._have), default=MAX_VERSION)  # what is above waits for an anchor
+        names = {name for name in self._reader.names(MANIFESTS) if bottom <= name.version < top}
         lacking = names - self._have - self._aside
         if not lacking or self.newest is None:
             return
@@ -156,10 +167,15 @@ class Mirror:
         versions, whole = self._missing(self.newest, lambda manifest: manifest.version <= lowest)
         if whole:  # the others are of a writer who was taken over
             self._aside |= lacking - {version.name for version in versions}
-        self._copy_versions(versions, whole, self._copy_newest)
+        self._copy_versions([v for v in versions if v.name.version < top], whole, self._copy_newest)
 
-    def _missing(self, head: Manifest, is_last: Callable[[Manifest], bool]) -> tuple[list[_Version], bool]:
-        """What the target lacks of ``head`` and the versions before it, oldest first; False if damage ends the walk."""
+    def _missing(
+        self, head: Manifest, is_last: Callable[[Manifest], bool], *, gap: bool = False
+    ) -> tuple[list[_Version], bool]:
+        """What the target lacks of ``head`` and the versions before it, oldest first; False if damage ends the walk.
+
+        So does with ``gap`` that older versions were removed.
+        """
         found: list[_Version] = []
         manifest, whole = head, True
         while True:
@@ -172,6 +188,7 @@ class Mirror:
             try:
                 parent = self._source.parent(manifest)
             except ChainError:  # older ones were removed
+                whole = not gap
                 break
             except DAMAGE as error:
                 self._note(error)
@@ -231,18 +248,19 @@ class Mirror:
     def _write_head(self, seconds: float) -> None:
         sha256, when = self._hint
         if self.reached is not None and self.reached.sha256 != sha256 and time.monotonic() - when >= seconds:
-            self._target.put_head(self._head_of(self.reached))
-            self._hint = self.reached.sha256, time.monotonic()
+            head, theirs = self._head_of(self.reached)
+            self._target.put_head(head)
+            self._hint = self.reached.sha256 if theirs else "", time.monotonic()
 
-    def _head_of(self, manifest: Manifest) -> bytes:
-        """HEAD as the trainer wrote it, which may say more than we know, if it names this version; else one of ours."""
+    def _head_of(self, manifest: Manifest) -> tuple[bytes, bool]:
+        """HEAD, and whether it is as the trainer wrote it, signed: only if that names this version already."""
         m = manifest
         ours = Head(m.run, m.epoch, m.writer, m.version, m.sha256)
         with contextlib.suppress(*DAMAGE):
             data = self._source.store.get(HEAD, max_bytes=RECORD_BYTES)
-            if Head.from_bytes(data) == ours:
-                return data
-        return ours.to_bytes()
+            if replace(Head.from_bytes(data), signature=None) == ours:
+                return data, True
+        return ours.to_bytes(), False
 
     # --- what hangs on versions
 
@@ -288,6 +306,8 @@ class Mirror:
             try:
                 data = read_twice(self._source.store, key, self._source.limits)
                 claim = Epoch.from_bytes(data)
+                if self._source.keys is not None:
+                    self._source.keys.check(Epoch, data, key)
                 expect(f"run and key of {key}", (head.run, key), (claim.run, claim.key))
                 claims[epoch] = data
             except NotFoundError:
@@ -301,6 +321,13 @@ class Mirror:
 
     def _note(self, error: DeltaSyncError) -> None:
         self.damage[error.what] = error
+
+
+def _gap(head: Manifest) -> ChainError:
+    return ChainError(
+        f"way to version {head.version} of the source", expected="all versions since the copy's newest, or an anchor",
+        got="neither", remedy="attach an anchor, and mirror more often than old versions are deleted",
+    )  # fmt: skip
 
 
 def _name(manifest: Manifest) -> ManifestName:

@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from delta_sync.errors import ChainError, FormatError, IntegrityError
+from delta_sync.errors import ChainError, FormatError, IntegrityError, NotFoundError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest
+from delta_sync.manifest_reader import expect
 from delta_sync.store.base import Store
 from delta_sync.store.keys import (
     ANCHORS,
@@ -48,8 +49,8 @@ def find_trim(ledger: Ledger, keep: int, grace: float = DEFAULT_GRACE, *, now: f
 
     Stays too: what a replica that was heard of within a day needs on from the version that it acknowledged, and what
     became superfluous less than ``grace`` seconds ago by an anchor's ``created_at`` and this machine's clock (``now``).
-    Costs four listings and a read for each version that stays. StoreError; FormatError or IntegrityError where damage
-    hides what is needed.
+    Costs four listings, a read for each version that stays, and a look at each orphan. StoreError; FormatError or
+    IntegrityError where damage hides what is needed.
     """
     now = time.time() if now is None else now
     folders = (DELTAS, ANCHORS, FOLDS, MANIFESTS)
@@ -63,7 +64,7 @@ def find_trim(ledger: Ledger, keep: int, grace: float = DEFAULT_GRACE, *, now: f
         held_by = f"{len(kept.anchored)} anchors are there: {keep} stay, and older ones for {grace:g} s"
     old = _older(listed, floor or 0)
     orphans = [*_orphaned_deltas(listed, kept, now - grace), *_orphaned_anchors(listed, kept, now - grace)]
-    orphans = [key for key in orphans if _version(key) >= (floor or 0)]
+    orphans = [key for key in orphans if _version(key) >= (floor or 0) and _written(ledger.store, key) <= now - grace]
     keys = (*old, *orphans)
     return Trim(keys, sum(listed[key] for key in keys), floor, held_by, len(orphans))
 
@@ -88,7 +89,7 @@ def _walk(ledger: Ledger, head: Manifest, keep: int, before: float, listed: Mapp
     manifest: Manifest | None = head
     while manifest is not None:
         kept.versions[manifest.version] = manifest
-        created = _anchor_time(ledger, manifest) if anchor_key(manifest.version, manifest.epoch) in listed else None
+        created = _anchor_time(ledger, manifest, listed)
         if created is not None:
             kept.anchored[manifest.version] = created
             if len(kept.anchored) >= keep and created <= before:
@@ -101,10 +102,13 @@ def _walk(ledger: Ledger, head: Manifest, keep: int, before: float, listed: Mapp
     return kept
 
 
-def _anchor_time(ledger: Ledger, manifest: Manifest) -> float | None:
-    """When a version's anchor was complete; a damaged one is no anchor to keep."""
+def _anchor_time(ledger: Ledger, manifest: Manifest, listed: Mapping[str, int]) -> float | None:
+    """When a version's anchor was complete; None without one, and for one whose record or files are damaged or gone."""
+    key = anchor_key(manifest.version, manifest.epoch)
     try:
-        record = ledger.anchor(manifest)
+        record = ledger.anchor(manifest) if key in listed else None
+        for ref in record.objects if record else ():
+            expect(f"size of {ref.key}", ref.size, listed.get(ref.key))
     except (FormatError, IntegrityError) as error:
         log.warning("retention does not count an anchor: %s", error)
         return None
@@ -152,6 +156,14 @@ def _orphaned_anchors(listed: Mapping[str, int], kept: _Kept, before: float) -> 
     newest = max((version for version, created in kept.anchored.items() if created <= before), default=0)
     places = {key: place for key in listed if key.startswith(ANCHORS) and (place := parse_attached_key(key))}
     return [key for key, place in places.items() if place[0] < newest and anchor_key(*place) not in listed]
+
+
+def _written(store: Store, key: str) -> float:
+    """When an object was written, as far as the store says: a mirror may be writing what was made long ago."""
+    try:
+        return store.written_at(key) or 0.0
+    except NotFoundError:
+        return 0.0
 
 
 def _version(key: str) -> int:

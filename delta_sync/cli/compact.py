@@ -8,14 +8,14 @@ import typer
 
 from delta_sync.cli.report import FINE, AsJson, Report, finish, many, size
 from delta_sync.cli.run import PublicKey, checked_uri, open_ledger, version_of
-from delta_sync.cli.weights import Weights, read_delta, weights_after
+from delta_sync.cli.weights import Weights, read_delta, rebuild
 from delta_sync.delta import fold
 from delta_sync.errors import ChainError
 from delta_sync.fold_writer import attach_fold
 from delta_sync.gap_codec import DEFAULT_CODEC
 from delta_sync.ledger import AnchorRef, Ledger
 from delta_sync.manifest import FoldRecord, Manifest, TensorState
-from delta_sync.planner import build_plan, downwards
+from delta_sync.planner import downwards
 from delta_sync.signing import load_signing_key
 from delta_sync.tensor_delta import TensorDelta
 
@@ -74,7 +74,7 @@ def _path(ledger: Ledger, start: int | None, end: int | None) -> tuple[Manifest,
 def _folded(ledger: Ledger, base: Manifest, path: Path) -> tuple[list[TensorDelta], dict[str, TensorState]]:
     """One change a tensor and encoding, and the states after; what is coded against old bits needs them."""
     plain = all(manifest.codec in (None, DEFAULT_CODEC) for manifest in path)
-    weights: Weights | None = None if plain else weights_after(ledger, build_plan(ledger, base, None, None))
+    weights: Weights | None = None if plain else rebuild(ledger, base)[1]
     folded: dict[str, list[TensorDelta]] = {}
     states: dict[str, TensorState] = {}
     for manifest in path:
@@ -102,5 +102,9 @@ def _said(ledger: Ledger, record: FoldRecord, path: Path) -> Report:
         "objects": [ref.key for ref in record.objects],
     }
     done = f"version {record.base_version} to {record.version}: {many(count, 'delta')} of {size(before)}"
-    no_use = "no smaller than the deltas: readers will go on taking those"
-    return Report(document, [f"{done} as one of {size(after)}", *([no_use] if after > before else [])], FINE)
+    said = [f"{done} as one of {size(after)}"]
+    if after > before:
+        said.append("no smaller than the deltas: readers will go on taking those")
+    if path[-1].signature and not record.signature:
+        said.append("not signed, as the run is: replicas that pin keys leave it out; give --signing-key")
+    return Report(document, said, FINE)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from delta_sync.cli.report import FINE, AsJson, Report, finish, many, size
-from delta_sync.cli.run import AckUri, checked_uri, open_ledger
+from delta_sync.cli.run import AckUri, PublicKey, checked_uri, open_ledger
 from delta_sync.ledger import Ledger
 from delta_sync.retention import DEFAULT_GRACE, Trim, delete, find_trim
 
@@ -21,15 +21,17 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     ack_uri: AckUri = None,
+    public_key: PublicKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Delete old versions: their manifests, then their anchors' and folds' records, then data. HEAD and epochs stay.
 
-    A replica that was heard of within a day is never cut off. May be run while trainer and replicas do.
+    A replica that was heard of within a day is never cut off. May be run while trainer and replicas do. With
+    --public-key only anchors that are signed count.
     """
     if as_json and not (yes or dry_run):
         raise typer.BadParameter("nobody can be asked with --json: give --yes or --dry-run too", param_hint="--json")
-    finish(as_json, lambda: _report(open_ledger(uri, ack_uri=ack_uri), keep, grace, dry_run=dry_run, yes=yes))
+    finish(as_json, lambda: _report(open_ledger(uri, public_key, ack_uri), keep, grace, dry_run=dry_run, yes=yes))
 
 
 def _report(ledger: Ledger, keep: int, grace: float, *, dry_run: bool, yes: bool) -> Report:

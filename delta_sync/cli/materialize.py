@@ -13,12 +13,9 @@ import typer
 from delta_sync.anchor_files import INDEX, parse_shard, write_anchor_files
 from delta_sync.cli.report import FINE, AsJson, Report, finish, many, size
 from delta_sync.cli.run import PublicKey, checked_uri, open_ledger, split_version, version_of
-from delta_sync.cli.weights import Weights, weights_after
-from delta_sync.errors import ChainError
+from delta_sync.cli.weights import Weights, rebuild
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import AnchorRecord, Manifest
-from delta_sync.plan import Plan
-from delta_sync.planner import build_plan
 from delta_sync.store.keys import anchor_folder
 
 
@@ -42,10 +39,9 @@ def materialize(
 
 def _report(ledger: Ledger, version: int | None, folder: Path) -> Report:
     target = version_of(ledger, version)
-    plan = build_plan(ledger, target, None, None)
-    if plan.anchor is None:  # build_plan raises where there is none, as without a position no other start is left
-        raise ChainError(f"plan to version {target.version}", expected="an anchor", got="none")
-    names = _write(ledger, plan, plan.anchor, target, folder)
+    plan, weights = rebuild(ledger, target)
+    assert plan.anchor is not None, "without a position there is no other start"
+    names = _write(ledger, weights, plan.anchor, target, folder)
     total = sum((folder / name).stat().st_size for name in names)
     document: dict[str, object] = {
         "uri": ledger.store.uri,
@@ -66,9 +62,8 @@ def _report(ledger: Ledger, version: int | None, folder: Path) -> Report:
     return Report(document, [done, how], FINE, [lacking])
 
 
-def _write(ledger: Ledger, plan: Plan, anchor: AnchorRecord, target: Manifest, folder: Path) -> list[str]:
+def _write(ledger: Ledger, weights: Weights, anchor: AnchorRecord, target: Manifest, folder: Path) -> list[str]:
     """The names of the checkpoint's files; the folder appears whole, or not at all."""
-    weights = weights_after(ledger, plan)
     partial = folder.absolute().parent / f".{folder.name}.partial-{uuid.uuid4().hex[:8]}"
     try:
         names = [*write_anchor_files(partial, weights.tensors())]

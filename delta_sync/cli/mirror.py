@@ -15,9 +15,10 @@ from typing import Annotated, Any
 import typer
 
 from delta_sync.cli.report import FINE, PROBLEM, UNREACHABLE, Report, Table, finish, many, printable, size
-from delta_sync.cli.run import checked_uri
+from delta_sync.cli.run import PublicKey, checked_uri
 from delta_sync.cli.timed_store import TimedStore
 from delta_sync.fan_out import Copying, Line, Options, fan_out
+from delta_sync.signing import load_public_keys
 from delta_sync.store.cache import MAX_BYTES, ObjectCache, default_folder
 from delta_sync.store.open import shown_uri
 
@@ -40,6 +41,7 @@ def mirror(
     cache_gib: Annotated[float, typer.Option(min=0, metavar="GIB", help="Most that is kept there.")] = MAX_BYTES
     / 2**30,
     poll: Annotated[float, typer.Option(min=0.01, help="Seconds between two looks at SRC.")] = 1.0,
+    public_key: PublicKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document; without --once one a line.")] = False,
 ) -> None:
     """Copy a run to other stores, object by object, each verified; go on where an earlier mirror ended.
@@ -51,9 +53,9 @@ def mirror(
     if shown_uri(source) in {shown_uri(uri) for uri in targets} or len(targets) < len(destinations):
         raise typer.BadParameter("SRC and all DST must differ", param_hint="DST")
     objects = ObjectCache(cache or default_folder(), int(cache_gib * 2**30))
-    options = Options(once, from_anchor, check, poll)
 
     def report() -> Report:
+        options = Options(once, from_anchor, check, poll, load_public_keys(public_key or ()))
         stop = threading.Event()
         with _ended_by_signals(stop):
             store = TimedStore(source)

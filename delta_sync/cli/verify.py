@@ -12,7 +12,7 @@ from delta_sync.anchor_files import Tensor, parse_shard
 from delta_sync.cli.report import FINE, PROBLEM, AsJson, Report, Table, finish, many, size
 from delta_sync.cli.run import DAMAGE, Chain, PublicKey, checked_uri, open_ledger, read_chain
 from delta_sync.cli.weights import Deltas, Weights, read_delta
-from delta_sync.errors import ChainError, DeltaSyncError, IntegrityError
+from delta_sync.errors import ChainError, DeltaSyncError, IntegrityError, SignatureError
 from delta_sync.ledger import AnchorRef, FoldRef, Ledger
 from delta_sync.manifest import AnchorRecord, Manifest
 from delta_sync.records import read_epoch
@@ -187,7 +187,9 @@ class Verification:
 
     def _note(self, version: int, key: str, error: DeltaSyncError, remedy: str) -> None:
         what = error.what.replace(f" of object {key}", "").replace(f" of {key}", "")  # the key is beside it
-        problem = str(type(error)(what, expected=error.expected, got=error.got))  # and our remedy knows more
+        problem = str(type(error)(what, expected=error.expected, got=error.got))  # and our remedy knows more,
+        if isinstance(error, SignatureError) and remedy != NO_FOLD:  # but not of keys
+            remedy = error.remedy
         self.damage.append(Damage(version, key, problem, remedy))
 
 

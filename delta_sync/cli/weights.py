@@ -11,10 +11,11 @@ from delta_sync.delta import apply
 from delta_sync.delta_file import DeltaHeader
 from delta_sync.digest import digest, state_digest, tensor_key
 from delta_sync.dtypes import DType, dtype
-from delta_sync.errors import ChainError, IntegrityError
+from delta_sync.errors import ChainError, FormatError, IntegrityError, NotFoundError
 from delta_sync.ledger import Ledger
-from delta_sync.manifest import ObjectRef, TensorState
+from delta_sync.manifest import FoldRecord, Manifest, ObjectRef, TensorState
 from delta_sync.plan import Plan, Step
+from delta_sync.planner import build_plan
 from delta_sync.tensor_delta import TensorDelta
 
 Deltas = list[TensorDelta]
@@ -96,6 +97,21 @@ def weights_after(ledger: Ledger, plan: Plan) -> Weights:
         weights.advance(step, [read_delta(ledger, step, ref, weights)[2] for ref in step.objects])
     weights.prove(plan.target)
     return weights
+
+
+def rebuild(ledger: Ledger, target: Manifest) -> tuple[Plan, Weights]:
+    """A version's weights, proven, and the plan that led to them; raises what ``weights_after`` and no start raise.
+
+    Where a fold is damaged or gone it goes over the deltas that the fold was made of, as replicas do.
+    """
+    plan = build_plan(ledger, target, None, None)
+    try:
+        return plan, weights_after(ledger, plan)
+    except (FormatError, IntegrityError, NotFoundError):
+        if not any(isinstance(step, FoldRecord) for step in plan.deltas):
+            raise
+    plan = build_plan(ledger, target, None, None, use_folds=False)
+    return plan, weights_after(ledger, plan)
 
 
 def _expect(what: str, expected: object, got: object) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from small_run import Run
 from test_context_coded import publish_context_coded
 
-from delta_sync.cli.weights import Weights, weights_after
+from delta_sync.cli.weights import rebuild
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest
 from delta_sync.plan import Position
@@ -22,8 +23,7 @@ def check(run, base, target):
     manifest = ledger.manifest(base)
     plan = ledger.plan(Position(base, manifest.sha256), None)
     assert (plan.deltas[0].base_version, plan.deltas[0].version) == (base, target)
-    found = weights_after(ledger, ledger.plan(None, None))
-    assert isinstance(found, Weights)
+    _, found = rebuild(ledger, plan.target)
     assert {name: bits.tobytes() for name, bits in found.bits.items()} == run.bits[plan.target.version]
     return plan
 
@@ -84,3 +84,14 @@ def test_a_damaged_fold_is_named_by_verify_and_does_not_matter(run, as_json):
     code, found = as_json("verify", run.uri)
     assert code == 1 and [damage["object"] for damage in found["damage"]] == [key]
     assert "delete" in found["damage"][0]["remedy"]
+
+
+@pytest.mark.parametrize("lose", [Run.damage, lambda run, key: (run.folder / key).unlink()], ids=["damaged", "gone"])
+def test_commands_go_past_a_spoilt_fold_as_replicas_do(run, cli, as_json, tmp_path, lose):
+    lose(run, as_json("compact", run.uri)[1]["objects"][0])
+    code, found = as_json("materialize", run.uri, tmp_path / "checkpoint")
+    assert (code, found["anchor"], found["deltas"]) == (0, 4, 2)
+    run.keep(publish_context_coded(run.publisher))
+    run.keep(publish_context_coded(run.publisher))
+    assert cli("compact", run.uri, "--from", "6")[0] == 0  # decoded against version 6, which the fold leads to
+    check(run, 6, 8)

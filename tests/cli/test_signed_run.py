@@ -6,12 +6,18 @@ import stat
 from dataclasses import replace
 
 import pytest
-from conftest import Run
+from helpers.publish import Publisher
+from small_run import Run
 
+from delta_sync.cli.weights import weights_after
 from delta_sync.keys import SigningKey
-from delta_sync.store.keys import anchor_key, epoch_key
+from delta_sync.ledger import Ledger
+from delta_sync.plan import Position
+from delta_sync.signing import PublicKeys
+from delta_sync.store import LocalStore
+from delta_sync.store.keys import anchor_key, epoch_key, fold_key
 
-KEY = SigningKey.generate()
+KEY, OTHER = SigningKey.generate(), SigningKey.generate()
 
 
 @pytest.fixture
@@ -83,3 +89,58 @@ def test_acknowledgements_are_read_where_they_are(run, tmp_path, as_json):
 
 def test_a_misspelt_ack_uri_is_wrong_usage(run, cli):
     assert cli("ledger", run.uri, "--ack-uri", "s4://bucket/run")[0] == 2
+
+
+def rotated(signed):
+    """The run goes on with another key: an origin with an anchor, and three deltas."""
+    signed.publisher = Publisher(signed.uri, signed.publisher.weights, key=OTHER)
+    signed.keep(signed.publisher.origin(anchor=True))
+    for seed in range(10, 13):
+        signed.keep(signed.publisher.step(seed))
+
+
+def test_after_a_rotation_versions_of_the_old_key_need_it(signed, cli, as_json, tmp_path):
+    rotated(signed)
+    new, both = ("--public-key", OTHER.public.text), ("--public-key", f"{OTHER.public.text},{KEY.public.text}")
+    code, found = as_json("verify", signed.uri, *new)
+    assert (code, found["oldest"], found["proven"]) == (1, 7, [7, 8, 9, 10])
+    (damage,) = found["damage"]
+    assert damage["object"] == "manifest of version 6" and "pin that key too" in damage["remedy"]
+    assert cli("verify", signed.uri, *both)[0] == 0
+    assert cli("gc", signed.uri, "--keep", "1", "--grace", "0", "--yes", *new)[0] == 0
+    assert cli("verify", signed.uri, *new)[0] == 0
+    assert cli("materialize", signed.uri, tmp_path / "checkpoint", *new)[0] == 0
+
+
+def test_an_anchor_that_no_pinned_key_signed_pushes_none_out(signed, as_json):
+    unsigned = Publisher(signed.uri, signed.publisher.weights)
+    unsigned.anchor(signed.manifests[6])
+    words = ("gc", signed.uri, "--keep", "1", "--grace", "0", "--dry-run")
+    assert as_json(*words)[1]["first_kept"] == 6
+    assert as_json(*words, "--public-key", KEY.public.text)[1]["first_kept"] == 4
+
+
+def check_route(run, route):
+    """Which steps a reader at version 4 that pins the key takes; they lead to the very bits."""
+    ledger = Ledger(LocalStore(run.folder), keys=PublicKeys([KEY.public]))
+    plan = ledger.plan(Position(4, run.manifests[4].sha256), None)
+    assert [(step.base_version, step.version) for step in plan.deltas] == route
+    found = weights_after(ledger, ledger.plan(None, None)).bits
+    assert {name: bits.tobytes() for name, bits in found.items()} == run.bits[6]
+
+
+def test_a_signed_fold_is_taken_and_others_are_left_out_for_the_deltas(signed, cli, tmp_path):
+    KEY.save(tmp_path / "trainer")
+    OTHER.save(tmp_path / "other")
+    code, out, _ = cli("compact", signed.uri)
+    assert (code, "leave it out" in out) == (0, True)
+    check_route(signed, [(4, 5), (5, 6)])
+    assert cli("compact", signed.uri, "--signing-key", tmp_path / "other")[0] == 0
+    check_route(signed, [(4, 5), (5, 6)])
+    code, out, _ = cli("compact", signed.uri, "--signing-key", tmp_path / "trainer")
+    assert (code, "leave it out" in out) == (0, False)
+    check_route(signed, [(4, 6)])
+    store = LocalStore(signed.folder)
+    record = Ledger(store).fold(signed.manifests[6], 4)
+    store.put(fold_key(6, 1, 4), replace(record, created_at=record.created_at + 1).to_bytes())
+    check_route(signed, [(4, 5), (5, 6)])

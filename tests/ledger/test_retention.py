@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
+from dataclasses import replace
 
 import pytest
 from faulty_store import Died, FaultyStore
@@ -14,8 +16,8 @@ from delta_sync.errors import ChainError, NotFoundError
 from delta_sync.ledger import AnchorRef, Ledger
 from delta_sync.plan import Position
 from delta_sync.retention import READER_SECONDS, delete, find_trim
-from delta_sync.store import open_store
-from delta_sync.store.keys import anchor_folder, delta_key
+from delta_sync.store import LocalStore, open_store
+from delta_sync.store.keys import anchor_folder, anchor_key, delta_key
 from delta_sync.store.memory import MemoryStore
 
 GRACE = 100.0
@@ -169,6 +171,35 @@ def test_a_damaged_anchor_does_not_count(run, tmp_path, caplog):
     run.store.put(anchor_folder(7, 1) + "anchor.json", b"{")
     assert trimmed(run.store).first_kept == 4 and "does not count" in caplog.text
     run.check(Ledger(run.store).plan(None, None), None)
+
+
+@pytest.mark.parametrize("left", [None, b"cut short"])
+def test_an_anchor_whose_files_are_not_all_there_does_not_count(run, tmp_path, caplog, left):
+    """Else the last one that a reader can start from would be deleted for it."""
+    grow(run, tmp_path)
+    run.store.delete(key := anchor_folder(7, 1) + "model.safetensors")
+    if left is not None:
+        run.store.put(key, left)
+    assert trimmed(run.store).first_kept == 4 and "does not count" in caplog.text
+    assert AnchorRef(4, 1) in Ledger(run.store).anchors()
+
+
+def test_what_is_being_written_now_is_no_orphan_however_old_the_anchors_are(tmp_path):
+    """A mirror copies an anchor of long ago, files first, beside a newer one that is there already."""
+    run = TinyRun(LocalStore(tmp_path / "run"))
+    grow(run, tmp_path)
+    key = anchor_folder(5, 1) + "model.safetensors"
+    run.store.put(key, b"the first of its files")
+    anchor_long_ago(run.store, 7, 2 * GRACE)
+    assert find_trim(Ledger(run.store), 2, GRACE).orphans == 0
+    os.utime(run.store.root / key, (time.time() - 2 * GRACE,) * 2)
+    assert find_trim(Ledger(run.store), 2, GRACE).orphans == 1
+
+
+def anchor_long_ago(store, version, seconds):
+    ledger = Ledger(store)
+    record = ledger.anchor(ledger.manifest(version))
+    store.put(anchor_key(version, record.epoch), replace(record, created_at=time.time() - seconds).to_bytes())
 
 
 def test_an_empty_store_and_one_without_anchors(run):

@@ -58,6 +58,7 @@ class FaultProxy:
     upstream: str
     rule: Rule | None = None
     requests: list[Request] = field(default_factory=list)
+    creating: threading.Lock = field(default_factory=threading.Lock)
 
     def __enter__(self) -> FaultProxy:
         self._server = _Server(("127.0.0.1", 0), _handler(self))
@@ -169,6 +170,11 @@ def _handler(proxy: FaultProxy) -> type[BaseHTTPRequestHandler]:
             dropped = HOP_BY_HOP | {name.lower() for name in fault.strip}
             headers = {name: value for name, value in self.headers.items() if name.lower() not in dropped}
             headers |= {**fault.add, "Content-Length": str(len(body))}
+            conditional = any(name.lower() == "if-none-match" for name in headers)
+            with proxy.creating if conditional else contextlib.nullcontext():  # moto looks, then writes
+                return self.forward(body, headers)
+
+        def forward(self, body: bytes, headers: dict[str, str]) -> tuple[int, list[tuple[str, str]], bytes]:
             try:
                 self.upstream.request(self.command, self.path, body, headers)
                 response = self.upstream.getresponse()

@@ -49,13 +49,13 @@ class BitExact(TrainerCallback):
     def __init__(self, sync: DeltaSyncCallback, server: VllmServer) -> None:
         self.server, self.checked, self.versions = server, 0, []  # type: ignore[var-annotated]
         self.model: Any = None
-        original = sync._sync_main
+        original = sync.sync
 
         def sync_and_compare() -> None:
             original()
             self.compare()
 
-        sync._sync_main = sync_and_compare  # type: ignore[method-assign]
+        sync.sync = sync_and_compare  # type: ignore[method-assign]
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.model = model

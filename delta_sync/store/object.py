@@ -109,7 +109,7 @@ class ObjectStore(Store):
             try:
                 found = self._range(key, start, length)
             except GenericError as error:
-                if "416" in str(error):  # it starts behind the end
+                if "status code: 416" in str(error):  # it starts behind the end
                     check_range(key, obstore.head(self._client, key)["size"], start, length)
                 raise
             check_range(key, found.meta["size"], start, length)

@@ -163,6 +163,13 @@ REFUSALS = [
 ]
 
 
+def test_a_refusal_is_told_by_its_status_and_not_by_digits_of_the_address(proxy, uri):
+    store = ObjectStore(f"{uri}/416", retries=1)
+    proxy.rule = lambda request: Fault(status=400, code="ExpiredToken", message="the server's words")
+    with pytest.raises(StoreError, match="renew the session token"):
+        store.read_range("a", 0, 1)
+
+
 @pytest.mark.parametrize(("status", "code", "remedy"), REFUSALS)
 def test_what_a_server_refuses_says_what_to_do(proxy, uri, status, code, remedy):
     store = ObjectStore(uri, retries=1)

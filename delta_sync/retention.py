@@ -122,7 +122,8 @@ def _floor(ledger: Ledger, kept: _Kept, now: float, grace: float) -> tuple[int |
     floor = min(kept.versions)
     held_by = f"the anchor of version {floor}"
     for replica, ack in ledger.acknowledgements().items():
-        if ack.version is not None and ack.version < floor and now - ack.time <= max(grace, READER_SECONDS):
+        of_late = abs(now - ack.time) <= max(grace, READER_SECONDS)  # one from far ahead is as little to be believed
+        if ack.version is not None and ack.version < floor and of_late:
             floor, held_by = ack.version, f"replica {replica}, which serves version {ack.version}"
     return floor, held_by
 

@@ -117,7 +117,8 @@ class Control:
 
     def _take(self, target: Manifest, at: Position | None, *, anchor: bool = False) -> None:
         plan = self._ledger.plan(at, self._live.state_digest, prefer_anchor=anchor, target=target)
-        assert plan is not None  # a target was named
+        if plan is None:
+            raise ChainError(f"way to version {target.version}", expected="a plan", got="none in an empty run")
         self._taker.take(plan)
 
     def _reload(self) -> None:

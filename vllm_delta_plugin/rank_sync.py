@@ -82,7 +82,7 @@ class RankSync:
         if job is None:
             return {"state": "idle"}
         if job.error is not None:
-            return {"state": "failed", "error": _staging_error(job)}
+            return {"state": "failed", "error": _staging_error(job.error, job.object)}
         if job.result is None:
             return {"state": "staging", "object": job.object}
         staged = job.result
@@ -213,7 +213,6 @@ def _cache(config: Mapping[str, Any]) -> ObjectCache | None:
     return ObjectCache(folder, MAX_BYTES if gib is None else int(gib * 2**30)) if folder else None
 
 
-def _staging_error(job: Job[Staged]) -> Reply:
-    assert job.error is not None
-    error = background.describe(job.error, job.object)
-    return error | {"kind": "anchor_too_large"} if isinstance(job.error, StageTooLargeError) else error
+def _staging_error(error: Exception, key: str | None) -> Reply:
+    said = background.describe(error, key)
+    return said | {"kind": "anchor_too_large"} if isinstance(error, StageTooLargeError) else said

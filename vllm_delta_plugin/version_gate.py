@@ -71,8 +71,8 @@ def _hopeless(replies: list[dict[str, Any]], wish: VersionWish) -> tuple[str, st
 def changed(versions: RequestVersions) -> JSONResponse:
     """The answer had tokens by a version that was not asked for."""
     wish = versions.wish
-    assert wish is not None
-    text = f"weights changed while this request ran: asked for {wish.header} {wish.version}, got {versions.header}"
+    asked = f"{wish.header} {wish.version}" if wish else "any version"
+    text = f"weights changed while this request ran: asked for {asked}, got {versions.header}"
     return refuse(409, "changed", text, wish=wish, usage=versions.to_usage())
 
 

@@ -14,6 +14,7 @@ from delta_sync.anchor_files import INDEX, parse_shard, write_anchor_files
 from delta_sync.cli.report import FINE, AsJson, Report, finish, many, size
 from delta_sync.cli.run import PublicKey, checked_uri, open_ledger, split_version, version_of
 from delta_sync.cli.weights import Weights, rebuild
+from delta_sync.errors import ChainError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import AnchorRecord, Manifest
 from delta_sync.store.keys import anchor_folder
@@ -40,7 +41,8 @@ def materialize(
 def _report(ledger: Ledger, version: int | None, folder: Path) -> Report:
     target = version_of(ledger, version)
     plan, weights = rebuild(ledger, target)
-    assert plan.anchor is not None, "without a position there is no other start"
+    if plan.anchor is None:
+        raise ChainError(f"version {target.version}", expected="an anchor at or below it", got="none")
     names = _write(ledger, weights, plan.anchor, target, folder)
     total = sum((folder / name).stat().st_size for name in names)
     document: dict[str, object] = {

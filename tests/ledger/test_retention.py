@@ -123,6 +123,7 @@ def test_a_replica_that_was_heard_of_keeps_what_it_needs(run, tmp_path):
     versions = grow(run, tmp_path)
     acknowledge(run.store, versions[4])
     acknowledge(run.store, versions[1], -READER_SECONDS, replica="long-gone")
+    acknowledge(run.store, versions[1], 2 * READER_SECONDS, replica="from-the-future")
     acknowledge(run.store, versions[8], replica="newest")
     trim = trimmed(run.store)
     assert trim.first_kept == 5 and "replica one, which serves version 5" in trim.held_by

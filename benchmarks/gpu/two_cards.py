@@ -1,0 +1,126 @@
+"""Fifty commits under load on two cards, in every way that splits a model: bits, answers and streams must come through.
+
+Usage: python benchmarks/gpu/two_cards.py [--layout moe-tp2 --layout pp2 …] [--versions 50] [--streams 16]
+
+Each layout is a stock ``vllm serve`` of a random model, followed while streams decode. At the end the live bits are
+read out of every rank and digested, and must be the trainer's; greedy answers must be those of a fresh server with the
+same layout that loads the trainer's last weights. One JSON object a layout; exits with 1 if anything differed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks" / "gpu")]
+
+import torch  # noqa: E402
+from commit_gap import PROMPTS, change, say, spread  # noqa: E402
+from helpers.machine import SERVE_ARGS  # noqa: E402
+from helpers.publish import Publisher  # noqa: E402
+from helpers.server import VllmServer  # noqa: E402
+from helpers.tiny_models import COMMON, write_tokenizer  # noqa: E402
+from streams import Streams  # noqa: E402
+
+TP2, PP2 = ("-tp", "2"), ("-pp", "2")
+LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "dense-tp2": ("llama", TP2),
+    "dense-pp2": ("llama", PP2),
+    "moe-tp2": ("qwen3_moe", TP2),
+    "moe-ep2": ("qwen3_moe", (*TP2, "--enable-expert-parallel")),
+    "moe-pp2": ("qwen3_moe", PP2),
+}
+SIZE = COMMON | {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
+
+
+def build(path: Path, architecture: str) -> Path:
+    """A checkpoint of about 50 (llama) or 110 (qwen3_moe) million random parameters."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+
+    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+    config = {
+        "llama": lambda: LlamaConfig(**SIZE, head_dim=64, tie_word_embeddings=False),
+        "qwen3_moe": lambda: Qwen3MoeConfig(**SIZE, head_dim=64, tie_word_embeddings=False, **experts),
+    }[architecture]()
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+    write_tokenizer(path)
+    return path
+
+
+def measure(layout: str, args: argparse.Namespace, place: Path) -> dict[str, Any]:
+    """Serve, publish, compare one layout."""
+    architecture, parallel = LAYOUTS[layout]
+    began = time.time()
+    base = build(place / "base", architecture)
+    trainer = Publisher.of_checkpoint(str(place / "run"), base)
+    options = ("--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64", *SERVE_ARGS, *parallel)
+    options = (*options, "--gpu-memory-utilization", "0.3")
+    logs = args.logs or place
+    with VllmServer(base, logs / f"{layout}.log", ("--delta-sync", str(place / "run")), base=options) as server:
+        trainer.origin()
+        server.wait_version(1, 120)
+        say(f"{layout}: streaming", began)
+        served, commits = [], []
+        with Streams(server.url, args.streams) as streams:
+            time.sleep(5)
+            for seed in range(args.versions):
+                change(trainer.weights, seed, 0.01)
+                manifest = trainer.delta()
+                begin = time.time()
+                status = server.wait_version(manifest.version, 60)
+                served.append(1e3 * (time.time() - begin))
+                commits.append(status["commit_ms_last"])
+            recorders = streams.stop()
+        tensors = server.get("/delta_sync/tensors?scan=1", timeout=300)["tensors"]
+        live = {name: int(entry["digest"], 16) for name, entry in tensors.items()}
+        answers = [server.complete(prompt, 32)["text"] for prompt in PROMPTS]
+        status = server.status()
+    final = trainer.save(place / "final", base)
+    with VllmServer(final, logs / f"{layout}-fresh.log", base=options) as fresh:
+        greedy = answers == [fresh.complete(prompt, 32)["text"] for prompt in PROMPTS]
+    return {
+        "layout": layout,
+        "card": f"2 x {torch.cuda.get_device_name(0)}",
+        "versions": status["version"],
+        "bit_exact": live == {name: state.digest for name, state in trainer.states().items()},
+        "greedy_equals_fresh_server": greedy,
+        "interruptions": [why for r in recorders for why in r.interruptions],
+        "tokens_while_committing": sum(len(times) for r in recorders for times in r.times),
+        "refusals": status["refusals"],
+        "rollbacks": status["rollbacks"],
+        "commit_ms": spread(commits),
+        "published_to_served_ms": spread(served),
+        "seconds": round(time.time() - began, 1),
+    }
+
+
+def main() -> int:
+    """All layouts asked for, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layout", action="append", choices=LAYOUTS)
+    parser.add_argument("--versions", type=int, default=50)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--logs", type=Path, help="keep the servers' logs here")
+    args = parser.parse_args()
+    failed = 0
+    for layout in args.layout or LAYOUTS:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                found = measure(layout, args, Path(folder))
+            except Exception as error:  # noqa: BLE001  the other layouts still say something
+                found = {"layout": layout, "error": f"{type(error).__name__}: {error}"[:2000]}
+        print(json.dumps(found), flush=True)
+        fine = found.get("bit_exact") and found["greedy_equals_fresh_server"] and not found["interruptions"]
+        failed += not fine
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -244,7 +245,10 @@ def main() -> None:
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
-    said = {name: case(folder) for name, case in CASES.items()}
+    said = {}
+    for name, case in CASES.items():
+        print(f"{time.strftime('%X')} {name}", file=sys.stderr, flush=True)  # what to look at if it hangs
+        said[name] = case(folder)
     print(json.dumps(said), flush=True)
     distributed.destroy_process_group()
 

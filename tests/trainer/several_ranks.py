@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ def zero(stage: int, *, bf16: bool) -> dict[str, Any]:
 def run_ranks(
     ranks: int, child: str, said: dict[str, Any], environment: dict[str, str] | None = None, timeout: float = 240
 ) -> list[str]:
-    """The last line that each rank printed; fails, with its errors, if one did not end well.
+    """The last line that each rank printed; fails, with its errors, if one did not end well or not in time.
 
     One card a rank where there are any (NCCL), else CPUs (gloo).
     """
@@ -53,7 +55,7 @@ def run_ranks(
         port = free.getsockname()[1]
     common = {
         **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", **(environment or {}),
+        "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **(environment or {}),
     }  # fmt: skip
     if not torch.cuda.is_available() and "ACCELERATE_USE_DEEPSPEED" not in common:
         common["ACCELERATE_USE_CPU"] = "true"
@@ -65,8 +67,15 @@ def run_ranks(
         )
         for rank in range(ranks)
     ]  # fmt: skip
+    deadline = time.monotonic() + timeout
+    outputs = []
     try:
-        outputs = [process.communicate(timeout=timeout) for process in processes]
+        for process in processes:
+            try:
+                outputs.append(process.communicate(timeout=max(0.1, deadline - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGABRT)  # where each of its threads is, in what it prints
+                outputs.append(process.communicate(timeout=30))
     finally:
         for process in processes:
             process.kill()

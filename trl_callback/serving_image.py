@@ -16,6 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from delta_sync.dtypes import DType, dtype
 from delta_sync.errors import MappingError
+from trl_callback.adapters import Adapters
 from trl_callback.supported import check_model, unwrap
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -47,6 +48,7 @@ class ServingImage:
         self._model = unwrap(model)
         self._serving_dtype = serving_dtype
         self._kept: set[str] = set()  # in-memory names known to be checkpoint names already
+        self._adapters = Adapters(self._model)
         check_model(self._model, shards_allowed=self.shards_allowed)
 
     def __iter__(self) -> Iterator[ImageTensor]:
@@ -56,6 +58,8 @@ class ServingImage:
                 yield self._cast(name, part)
 
     def _checkpoint_tensors(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is saved of one stored tensor, with its adapters merged."""
+        tensor = self._adapters.merged(name, tensor)
         if name in self._kept or not isinstance(self._model, PreTrainedModel):
             return {name: tensor}
         try:
@@ -115,17 +119,19 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 
 def stored_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters under their in-memory names, each storage-sharing object once."""
+    """Parameters under their in-memory names, each storage-sharing object once, those of adapters left out."""
+    adapters = Adapters(model)
     for name, parameter in model.named_parameters():
-        yield plain_name(name), parameter
+        if (plain := adapters.plain_name(plain_name(name))) is not None:
+            yield plain, parameter
 
 
 def stored_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Persistent buffers, in the same way."""
-    transient = _transient_buffers(model)
+    transient, adapters = _transient_buffers(model), Adapters(model)
     for name, buffer in model.named_buffers():
-        if name not in transient:
-            yield plain_name(name), buffer.detach()
+        if name not in transient and (plain := adapters.plain_name(plain_name(name))) is not None:
+            yield plain, buffer.detach()
 
 
 def _transient_buffers(model: nn.Module) -> set[str]:

@@ -9,17 +9,20 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from delta_sync.errors import MappingError
+from trl_callback.adapters import Adapters, base_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module under DDP, DataParallel and torch.compile."""
+    """The module under DDP, DataParallel, torch.compile and ``PeftModel``."""
     while True:
         if isinstance(model, DistributedDataParallel | DataParallel):
             model = model.module
         elif "_orig_mod" in model._modules:
             model = model._orig_mod  # type: ignore[assignment]
+        elif (base := base_of(model)) is not model:
+            model = base
         else:
             return model
 
@@ -30,13 +33,12 @@ def check_model(model: nn.Module, *, shards_allowed: bool = False) -> None:
     shards_allowed: they may be shards of FSDP2 or DeepSpeed ZeRO-3, to be published by all ranks together.
     """
     kind = type(model).__name__
-    if hasattr(model, "merge_adapter") or getattr(model, "_hf_peft_config_loaded", False):
-        _refuse(
-            f"PEFT model {kind}", "a full-parameter model", "adapters", "train without an adapter, or merge it first"
-        )
     if (getattr(model, "_tp_size", None) or 1) > 1:
         _refuse(f"model {kind}", "weights that are whole, or FSDP2's or ZeRO-3's shards", "tensor parallelism",
                 "train with FSDP2, DDP or DeepSpeed")  # fmt: skip
+    if Adapters(model) and has_shards(model):
+        _refuse(f"model {kind} with adapters", "weights that each rank holds whole", "shards (FSDP2 or ZeRO-3)",
+                "train with DDP or ZeRO stage <= 2")  # fmt: skip
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             _refuse(f"module {name or kind!r}", "shards of single tensors", "FSDP1's flattened parameters",

@@ -112,9 +112,8 @@ def nudge(model: torch.nn.Module, step: int) -> None:
                 continue
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             seed = 1000 * step + number
-            local.mul_(
-                1 + 1e-3 * torch.randn(local.shape, generator=torch.Generator().manual_seed(seed)).to(local.dtype)
-            )
+            noise = torch.randn(local.shape, generator=torch.Generator().manual_seed(seed))
+            local.mul_(1 + 1e-3 * noise.to(local.device, local.dtype))
 
 
 class Run:

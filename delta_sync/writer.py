@@ -111,12 +111,14 @@ class Writer:
         total: int,
         codec: str | None,
         prompt_cache: PromptCache,
+        metrics: Mapping[str, float] | None = None,
+        traceparent: str | None = None,
     ) -> Manifest:
         """Make one version durable and visible: objects first, then the manifest, then the HEAD hint.
 
         ``tensors``: state after this version of every tensor (origin) or of those that ``objects`` touch (delta).
         ``objects``: bytes to store, or references to objects that are stored already, by a trainer's other ranks.
-        ``changed`` and ``total`` count elements. Raises ConflictError if another writer took over, StoreError if the
+        ``changed`` and ``total`` count elements; ``metrics`` and ``traceparent`` are kept in the manifest. Raises ConflictError if another writer took over, StoreError if the
         store failed (call again with the same arguments), IntegrityError if ``tensors`` contradict the digests,
         FormatError, and ChainError for a delta where there is nothing to change.
         """
@@ -143,6 +145,8 @@ class Writer:
                 codec=codec,
                 prompt_cache=prompt_cache,
                 created_at=time.time(),
+                metrics=dict(metrics or {}),
+                traceparent=traceparent,
             )
             return self._commit(manifest, objects)
 

@@ -41,6 +41,11 @@ def delta_sync_status(self: Any) -> dict[str, Any] | None:
     return self.delta_sync.status() if _of(self) else None
 
 
+def delta_sync_metrics(self: Any) -> dict[str, Any] | None:
+    """Utility: the status and what was measured, or None if this engine follows no run."""
+    return self.delta_sync.metrics() if _of(self) else None
+
+
 def delta_sync_tensors(self: Any, scan: bool = False) -> Any:
     """Utility: every tensor's digest; a future if a fresh scan is asked for."""
     return self.delta_sync.tensors(scan) if _of(self) else None
@@ -79,6 +84,7 @@ def delta_sync_pump(self: Any) -> None:
 
 _UTILITIES = (
     delta_sync_status,
+    delta_sync_metrics,
     delta_sync_tensors,
     delta_sync_read_tensor,
     delta_sync_wait,
@@ -172,11 +178,17 @@ def _salt(original: Callable[..., Any]) -> Callable[..., Any]:
 def _ready_before(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _of(self):
-            batches.label_batches(self.scheduler, self.delta_sync.label, lambda label: _tell_vllm(self, label))
+            batches.label_batches(self.scheduler, self.delta_sync.label, lambda *batch: _returned(self, *batch))
             self.delta_sync.main.pump()
         return original(self, *args, **kwargs)
 
     return step
+
+
+def _returned(core: Any, label: str, tokens: bool) -> None:
+    _tell_vllm(core, label)
+    if tokens:
+        core.delta_sync.outputs.returned(core.scheduler.has_unfinished_requests())
 
 
 def _tell_vllm(core: Any, label: str) -> None:

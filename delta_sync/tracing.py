@@ -26,6 +26,20 @@ _EXPORTERS = {
     "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
 }
 _NAME = "delta_sync"
+SPANS = {  # every span there is; those after a dot are parts of the one before it
+    "delta_sync.publish": "trainer: from an optimizer step to the durable version that covers it",
+    "delta_sync.publish.optimizer_step": "the optimizer's own step",
+    "delta_sync.publish.detect": "comparing the model with what was published last, on the training thread",
+    "delta_sync.publish.encode": "coding the changes; with several ranks also their uploads",
+    "delta_sync.publish.upload": "putting the objects",
+    "delta_sync.publish.commit": "creating the manifest, which makes the version visible",
+    "delta_sync.take": "replica: from seeing a version to serving it",
+    "delta_sync.take.notice": "from the manifest's creation until the replica saw it; two clocks",
+    "delta_sync.take.fetch": "from the first object's request to the last's arrival, on any rank; decoding goes on in between",
+    "delta_sync.take.stage": "all ranks fetching, decoding and staging in the background",
+    "delta_sync.take.prove": "comparing what would be served with the manifest's digests",
+    "delta_sync.take.commit": "the engine's thread held by the swap",
+}
 _lock = threading.Lock()
 _provider: Any = None  # our own; None where the program's is used, or none
 _failed = False

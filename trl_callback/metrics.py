@@ -15,6 +15,21 @@ from delta_sync.strict_json import NUMBER_NAME, NUMBERS
 PREFIX = "delta_sync/"
 FIRST = ("reward", "reward_std", "loss", "kl", "learning_rate", "grad_norm", "entropy", "epoch")  # of too many numbers
 LATEST = {"version"}  # an average would say nothing
+MEANING = {  # of each number that is recorded
+    "version": "newest version published",
+    "changed_elements": "elements that a version changes",
+    "changed_fraction": "the same as a share of the model",
+    "bytes": "size of a version's objects",
+    "bytes_per_changed": "the same for each changed element",
+    "extract_seconds": "comparing the model with what was published last, on the training thread",
+    "publish_seconds": "encoding, uploading and committing a version, in the background",
+    "wait_seconds": "rollouts waiting for weights that are new enough",
+    "staleness": "steps by which the weights served for rollouts are older",
+    "anchor_bytes": "size of complete weights that were attached",
+    "anchor_seconds": "from the begin of such an upload to its end, versions in between included",
+    "store_failures": "1 where the store failed and was tried again",
+    "heals": "1 where a replica's refusal was answered, by putting an object again or by complete weights",
+}
 
 
 class Metrics:

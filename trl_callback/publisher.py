@@ -81,7 +81,7 @@ class Publisher:
         with self._changed:
             self.raise_if_failed()
             changes = ChangeSet(step, self._snapshot.diff(image), trace)
-            trace.child("delta_sync.detect", began, time.time(), changed_elements=changes.changed)
+            trace.child("delta_sync.publish.detect", began, time.time(), changed_elements=changes.changed)
             self.submit(changes, even_if_same=even_if_same)
             return changes
 
@@ -273,7 +273,7 @@ class Publisher:
                 changes = self._in_flight
             if changes is None:
                 raise RuntimeError("publish job without changes")
-            with changes.trace.current(), tracing.span("delta_sync.encode", changed_elements=changes.changed):
+            with changes.trace.current(), tracing.span("delta_sync.publish.encode", changed_elements=changes.changed):
                 self._attempt = replace(self._chain.prepare(changes), metrics=self._metrics.logged())
         return self._attempt
 

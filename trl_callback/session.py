@@ -161,7 +161,7 @@ def begin_trace(step: int, optimizer: Interval | None, began: float) -> tracing.
     """The span that lasts from an optimizer step, or ``began``, to the commit of the version that covers it."""
     trace = tracing.begin("delta_sync.publish", began=optimizer[0] if optimizer else began, step=step)
     if optimizer is not None:
-        trace.child("delta_sync.optimizer_step", *optimizer, step=step)
+        trace.child("delta_sync.publish.optimizer_step", *optimizer, step=step)
     return trace
 
 

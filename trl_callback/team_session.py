@@ -155,7 +155,7 @@ class TeamSession:
         self._part.submit(step, deltas)
         if self._lead is not None:
             trace = begin_trace(step, optimizer, began)
-            trace.child("delta_sync.detect", began, time.time(), changed_elements=total)
+            trace.child("delta_sync.publish.detect", began, time.time(), changed_elements=total)
             self._lead.submit(TeamChanges(step, {}, trace, total))
             self._metrics.record(extract_seconds=time.monotonic() - start)
 

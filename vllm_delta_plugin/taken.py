@@ -43,12 +43,12 @@ class Taken:
         root = _root(self.target, self.sighting, replica, staged.began if staged else self.at)
         if staged is not None:
             proving = staged.began + staged.seconds - staged.proof_seconds
-            root.child("delta_sync.stage", staged.began, proving, changed_elements=staged.changed)
-            root.child("delta_sync.prove", proving, staged.began + staged.seconds)
+            root.child("delta_sync.take.stage", staged.began, proving, changed_elements=staged.changed)
+            root.child("delta_sync.take.prove", proving, staged.began + staged.seconds)
         if read.objects:
-            root.child("delta_sync.fetch", read.began, read.ended, objects=read.objects, bytes=read.bytes)
+            root.child("delta_sync.take.fetch", read.began, read.ended, objects=read.objects, bytes=read.bytes)
         if self.commit_seconds is not None:
-            root.child("delta_sync.commit", self.at - self.commit_seconds, self.at, gap_seconds=gap)
+            root.child("delta_sync.take.commit", self.at - self.commit_seconds, self.at, gap_seconds=gap)
         root.end(self.at)
 
 
@@ -62,5 +62,5 @@ def _root(target: Manifest, sighting: Sighting | None, replica: str, began: floa
     about = {"replica": replica, "run": target.run, "version": target.version}
     root = tracing.begin("delta_sync.take", began=seen, parent=target.traceparent, **about)
     if sighting is not None:
-        root.child("delta_sync.notice", min(sighting.made, sighting.seen), sighting.seen)
+        root.child("delta_sync.take.notice", min(sighting.made, sighting.seen), sighting.seen)
     return root

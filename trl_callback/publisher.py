@@ -89,9 +89,7 @@ class Publisher:
         """Leave changes to the snapshot for the thread to publish."""
         with self._changed:
             if changes.changed or even_if_same or self._in_flight is not None:
-                if self._waiting is not None:
-                    self._waiting.trace.end(coalesced=True)
-                self._waiting = changes
+                self._waiting = _in_place_of(self._waiting, changes)
                 self._changed.notify_all()
             else:
                 changes.trace.end()
@@ -364,3 +362,14 @@ class Publisher:
         )
         if changed:
             self._metrics.record(bytes_per_changed=size / changed)
+
+
+def _in_place_of(before: ChangeSet | None, changes: ChangeSet) -> ChangeSet:
+    """``changes`` hold what waited before them; its trace is over, or theirs where they are of the same step."""
+    if before is None:
+        return changes
+    if before.step == changes.step:
+        changes.trace.end()
+        return replace(changes, trace=before.trace)
+    before.trace.end(coalesced=True)
+    return changes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -105,11 +106,21 @@ def _attach(original: Callable[..., Any]) -> Callable[..., Any]:
         config = find_config(vllm_config.additional_config)
         if config is not None and _of(self) is None:
             _refuse_unsupported(self, vllm_config, config)
+            _trace_as_vllm_does(vllm_config)
             self.delta_sync = _build(self, vllm_config, config)
             self.delta_sync.start()
         return result
 
     return initialize_kv_caches
+
+
+def _trace_as_vllm_does(vllm_config: Any) -> None:
+    """With several API servers vLLM's flag does not reach the engine's process: our spans go there all the same."""
+    endpoint = getattr(vllm_config.observability_config, "otlp_traces_endpoint", None)
+    if endpoint:
+        kind = "OTEL_EXPORTER_OTLP_TRACES_"
+        for name, value in (("ENDPOINT", endpoint), ("PROTOCOL", "grpc"), ("INSECURE", "true")):  # vLLM's own defaults
+            os.environ.setdefault(kind + name, value)
 
 
 def _build(core: Any, vllm_config: Any, config: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Literal, cast
 
 from delta_sync.store.keys import MAX_EPOCH, MAX_VERSION, replica_key
@@ -23,6 +24,11 @@ class Ack:
     ``version``, ``manifest`` (sha256 hex) and ``epoch`` say what it serves; all three are None before its first commit.
     ``state``: "live", "refused" (serves an older version, would not take ``refused_version``) or "poisoned" (its
     memory failed the audit). ``error`` is cut to 4000 characters. ``time`` is in unix seconds.
+
+    ``performance`` is about the last commit, each number present only where it is known: ``noticed_seconds`` (from the
+    manifest's ``created_at`` until the replica saw it), ``stage_seconds``, ``commit_seconds`` (of the engine's thread),
+    ``served_seconds`` (from ``created_at`` until committed), ``gap_seconds`` (the longest time between two outputs of
+    the engine around the commit) and ``fetched_bytes``.
     """
 
     replica: str
@@ -35,6 +41,7 @@ class Ack:
     error_kind: str | None
     error: str | None
     time: float
+    performance: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -44,7 +51,10 @@ class Ack:
     def to_bytes(self) -> bytes:
         """Canonical JSON; FormatError if the values are not a valid acknowledgement."""
         error = None if self.error is None else self.error[:ERROR_CHARACTERS]
-        data = dumps(asdict(self) | {"format_version": FORMAT_VERSION, "error": error})
+        values = asdict(self) | {"format_version": FORMAT_VERSION, "error": error}
+        if not self.performance:
+            del values["performance"]
+        data = dumps(values)
         Ack.from_bytes(data)
         return data
 
@@ -71,4 +81,5 @@ class Ack:
             error_kind=fields.optional("error_kind", text),
             error=fields.optional("error", text),
             time=fields.number("time"),
+            performance=fields.numbers("performance"),
         )

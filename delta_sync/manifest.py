@@ -15,11 +15,11 @@ from delta_sync.errors import FormatError
 from delta_sync.limits import DEFAULT_LIMITS, Limits
 from delta_sync.signing import Signable, Signature, read_signature, record_json
 from delta_sync.store.keys import MAX_EPOCH, MAX_VERSION, anchor_folder, check_key, fold_folder, manifest_key
-from delta_sync.strict_json import HEX16, Fields, clip, dumps, loads
+from delta_sync.strict_json import HEX16, MAX_EXACT, Fields, clip, dumps, loads
 
 Kind = Literal["origin", "delta"]
 PromptCache = Literal["all", "new_session", "none"]
-MAX_STEP = 2**53 - 1  # what every JSON reader holds exactly
+_TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # would make the digests' lines ambiguous
 
 
@@ -69,6 +69,8 @@ class Manifest(Signable):
     codec: str | None
     prompt_cache: PromptCache
     created_at: float  # unix seconds, information only
+    metrics: Mapping[str, float] = field(default_factory=dict)  # the training log's latest numbers, by name
+    traceparent: str | None = None  # W3C trace context of the span that published this version
     extra: Mapping[str, object] = field(default_factory=dict)  # unknown keys are kept, never acted on
     signature: Signature | None = None  # over all the rest; delta_sync/signing.py
 
@@ -85,6 +87,9 @@ class Manifest(Signable):
     def _canonical(self) -> bytes:
         known = record_json(self, objects=_objects_json(self.objects), tensors=tensors_to_json(self.tensors))
         del known["extra"]
+        for name in ("metrics", "traceparent"):
+            if not known[name]:  # absent rather than empty
+                del known[name]
         if overlap := sorted(_KNOWN & self.extra.keys()):
             raise FormatError("manifest: extra keys", expected="keys that the format does not define", got=overlap)
         return dumps({**self.extra, **known})
@@ -261,6 +266,8 @@ def _read_manifest(data: bytes, limits: Limits) -> Manifest:
         codec=fields.optional("codec", fields.name),
         prompt_cache=cast(PromptCache, fields.choice("prompt_cache", ("all", "new_session", "none"))),
         created_at=fields.number("created_at"),
+        metrics=fields.numbers("metrics"),
+        traceparent=_traceparent(fields),
         extra={key: value for key, value in fields.value.items() if key not in _KNOWN},
         signature=read_signature(fields),
     )
@@ -289,11 +296,17 @@ def _check_kind(fields: Fields, manifest: Manifest) -> None:
         )
 
 
+def _traceparent(fields: Fields) -> str | None:
+    if "traceparent" not in fields.value:
+        return None
+    return fields.text("traceparent", _TRACEPARENT, "a W3C traceparent of version 00 with ids that are not zero")
+
+
 def _steps(fields: Fields) -> tuple[int, int]:
     steps = fields.array("steps", 2)
     first, last = steps if len(steps) == 2 else (None, None)
-    if type(first) is not int or type(last) is not int or not 0 <= first <= last <= MAX_STEP:
-        fields.fail("steps", f"[first, last] with 0 <= first <= last <= {MAX_STEP}", steps)
+    if type(first) is not int or type(last) is not int or not 0 <= first <= last <= MAX_EXACT:
+        fields.fail("steps", f"[first, last] with 0 <= first <= last <= {MAX_EXACT}", steps)
     return first, last
 
 

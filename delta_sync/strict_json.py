@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeVar, cast
 
 from delta_sync.container import parse_json
 from delta_sync.errors import FormatError
@@ -17,6 +17,9 @@ HEX128 = re.compile(r"[0-9a-f]{128}")
 HEX64 = re.compile(r"[0-9a-f]{64}")
 HEX16 = re.compile(r"[0-9a-f]{16}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+NUMBER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+NUMBERS = 64
+MAX_EXACT = 2**53 - 1  # what every JSON reader holds exactly
 
 
 def dumps(value: Mapping[str, object]) -> bytes:
@@ -115,6 +118,23 @@ class Fields:
             got = f"{len(value)} keys" if isinstance(value, dict) else type(value).__name__
             self.fail(name, f"an object of at most {limit} keys", got)
         return value
+
+    def numbers(self, name: str) -> dict[str, float]:
+        """Named numbers: 1 to 64 of them, finite, integers of at most 2**53 - 1; {} where the field is absent."""
+        if name not in self.value:
+            return {}
+        found = {}
+        for key, value in self.object(name, NUMBERS).items():
+            if not NUMBER_NAME.fullmatch(key):
+                self.fail(name, "names of 1 to 128 of A-Z a-z 0-9 . _ - /, the first a letter or digit", key)
+            if type(value) not in (int, float) or not abs(number := cast(float, value)) < math.inf:
+                self.fail(name, f"a finite number for {clip(key)!r}", value)
+            if type(value) is int and abs(value) > MAX_EXACT:
+                self.fail(name, f"integers of at most {MAX_EXACT}", value)
+            found[key] = number
+        if not found:
+            self.fail(name, "at least one number, or no such field", "none")
+        return found
 
     def optional(self, name: str, read: Callable[[str], T]) -> T | None:
         """``None`` where the field is null, else what ``read`` makes of it."""

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from delta_sync import tracing
 from delta_sync.anchor_writer import AnchorUpload, Content, attach_anchor
 from delta_sync.digest import model_fingerprint, state_digest
 from delta_sync.errors import ChainError, ConflictError, FormatError, IntegrityError, NotFoundError, StoreError
@@ -111,14 +112,17 @@ class Writer:
         total: int,
         codec: str | None,
         prompt_cache: PromptCache,
+        metrics: Mapping[str, float] | None = None,
+        traceparent: str | None = None,
     ) -> Manifest:
         """Make one version durable and visible: objects first, then the manifest, then the HEAD hint.
 
         ``tensors``: state after this version of every tensor (origin) or of those that ``objects`` touch (delta).
         ``objects``: bytes to store, or references to objects that are stored already, by a trainer's other ranks.
-        ``changed`` and ``total`` count elements. Raises ConflictError if another writer took over, StoreError if the
-        store failed (call again with the same arguments), IntegrityError if ``tensors`` contradict the digests,
-        FormatError, and ChainError for a delta where there is nothing to change.
+        ``changed`` and ``total`` count elements; ``metrics`` and ``traceparent`` are kept in the manifest.
+        Raises ConflictError if another writer took over, StoreError if the store failed (call again with the same
+        arguments), IntegrityError if ``tensors`` contradict the digests, FormatError, and ChainError for a delta where
+        there is nothing to change.
         """
         with self._lock:
             if kind == "delta" and self.head is None:
@@ -143,6 +147,8 @@ class Writer:
                 codec=codec,
                 prompt_cache=prompt_cache,
                 created_at=time.time(),
+                metrics=dict(metrics or {}),
+                traceparent=traceparent,
             )
             return self._commit(manifest, objects)
 
@@ -150,9 +156,12 @@ class Writer:
         manifest.to_bytes()  # FormatError before anything is written
         after = self._check_states(manifest)
         self._check_fence()
-        self._put_objects(manifest, objects)
-        manifest = self._create(replace(manifest, epoch=self.epoch))
-        self._check_fence(manifest)
+        size = sum(ref.size for ref in manifest.objects)
+        with tracing.span("delta_sync.publish.upload", objects=len(objects), bytes=size):
+            self._put_objects(manifest, objects)
+        with tracing.span("delta_sync.publish.commit", version=manifest.version):
+            manifest = self._create(replace(manifest, epoch=self.epoch))
+            self._check_fence(manifest)
         self.head, self._base, self._tensors = manifest, Position(manifest.version, manifest.sha256), after
         self.write_head()
         return manifest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -39,6 +40,8 @@ class DeltaSyncCallback(TrainerCallback):
         self._state = TrainerState()
         self._model: Any = None
         self._processing_class: Any = None
+        self._optimizing_since = 0.0  # unix time
+        self._optimized: tuple[float, float] | None = None
 
     # What the trainer calls.
 
@@ -69,9 +72,22 @@ class DeltaSyncCallback(TrainerCallback):
         self.close()
         self._open()
 
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Note when the optimizer's step begins, for its span."""
+        self._optimizing_since = time.time()
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """And when it ends."""
+        self._optimized = self._optimizing_since, time.time()
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Leave the step's changes to the publisher; raise here whatever stopped it."""
-        self._open().step_done(state.global_step)
+        optimized, self._optimized = self._optimized, None
+        self._open().step_done(state.global_step, optimized)
 
     def on_log(
         self,

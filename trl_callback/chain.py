@@ -5,9 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from delta_sync import tracing
 from delta_sync.context_file import encode_against
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, encode_delta
 from delta_sync.ledger import Ledger
@@ -45,6 +46,7 @@ class Attempt:
     state_digest: str
     objects: tuple[bytes | ObjectRef, ...]  # references: to what other ranks have stored
     codec: str
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the training log, for the manifest
 
     @property
     def size(self) -> int:
@@ -79,7 +81,13 @@ class Chain:
         self._anchored: int | None = None
         self._old: tuple[str, ...] = ()  # keys that are about to be deleted
         state = snapshot.digest_with({})
-        self._manifest = self._commit("origin", (step, step), snapshot.states, state, changed=0)
+        trace = tracing.begin("delta_sync.publish", step=step)
+        with trace.current():
+            origin = self._commit(
+                "origin", (step, step), snapshot.states, state, changed=0, traceparent=trace.traceparent
+            )
+        trace.end(run=origin.run, version=origin.version)
+        self._manifest = origin
 
     @property
     def epoch(self) -> int:
@@ -122,7 +130,8 @@ class Chain:
         steps = (min(self.newest.step + 1, last), last)
         self._manifest = self._commit(
             "delta", steps, attempt.states, attempt.state_digest, *attempt.objects,
-            changed=attempt.changes.changed, codec=attempt.codec,
+            changed=attempt.changes.changed, codec=attempt.codec, metrics=attempt.metrics,
+            traceparent=attempt.changes.trace.traceparent,
         )  # fmt: skip
         self._bytes += attempt.size
         self._keep(attempt.objects)
@@ -137,6 +146,8 @@ class Chain:
         *objects: bytes | ObjectRef,
         changed: int,
         codec: str | None = None,
+        metrics: Mapping[str, float] | None = None,
+        traceparent: str | None = None,
     ) -> Manifest:
         manifest = self._writer.commit(
             kind,
@@ -149,6 +160,8 @@ class Chain:
             total=self._snapshot.total_elements,
             codec=codec,
             prompt_cache=self._config.prompt_cache,
+            metrics=metrics,
+            traceparent=traceparent,
         )
         self._published.append(Published(manifest.version, steps[1], manifest.sha256))
         return manifest

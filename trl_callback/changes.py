@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from delta_sync import tracing
 from delta_sync.delta import fold
 from delta_sync.tensor_delta import TensorDelta
 
 
 @dataclass(frozen=True)
 class ChangeSet:
-    """Every changed tensor of one capture, relative to the snapshot; ``step`` is the optimizer step it was taken at."""
+    """Every changed tensor of one capture, relative to the snapshot; ``step`` is the optimizer step it was taken at.
+
+    ``trace`` lasts until the changes are durable, or until a later capture holds them.
+    """
 
     step: int
     deltas: Mapping[str, TensorDelta]
+    trace: tracing.Span = field(default=tracing.OFF, compare=False)
 
     @property
     def changed(self) -> int:
@@ -31,7 +36,8 @@ def rebase(waiting: ChangeSet, committed: ChangeSet) -> ChangeSet:
     """
     names = [*waiting.deltas, *(name for name in committed.deltas if name not in waiting.deltas)]
     folded = {name: _rebase_tensor(waiting.deltas.get(name), committed.deltas.get(name)) for name in names}
-    return ChangeSet(waiting.step, {name: delta for name, delta in folded.items() if delta is not None})
+    deltas = {name: delta for name, delta in folded.items() if delta is not None}
+    return ChangeSet(waiting.step, deltas, waiting.trace)
 
 
 def _rebase_tensor(waiting: TensorDelta | None, committed: TensorDelta | None) -> TensorDelta | None:

@@ -8,7 +8,9 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
+from delta_sync import tracing
 from delta_sync.errors import DeltaSyncError, StoreError, SyncTimeoutError
 from trl_callback.chain import Attempt, Chain, Published
 from trl_callback.changes import ChangeSet, rebase
@@ -71,11 +73,15 @@ class Publisher:
         atexit.register(self.stop)
         self._thread.start()
 
-    def capture(self, image: ServingImage, step: int, *, even_if_same: bool = True) -> ChangeSet:
+    def capture(
+        self, image: ServingImage, step: int, *, even_if_same: bool = True, trace: tracing.Span = tracing.OFF
+    ) -> ChangeSet:
         """Compare the model with the snapshot and leave the changes, possibly none, for the thread to publish."""
+        began = time.time()
         with self._changed:
             self.raise_if_failed()
-            changes = ChangeSet(step, self._snapshot.diff(image))
+            changes = ChangeSet(step, self._snapshot.diff(image), trace)
+            trace.child("delta_sync.publish.detect", began, time.time(), changed_elements=changes.changed)
             self.submit(changes, even_if_same=even_if_same)
             return changes
 
@@ -83,8 +89,10 @@ class Publisher:
         """Leave changes to the snapshot for the thread to publish."""
         with self._changed:
             if changes.changed or even_if_same or self._in_flight is not None:
-                self._waiting = changes
+                self._waiting = _in_place_of(self._waiting, changes)
                 self._changed.notify_all()
+            else:
+                changes.trace.end()
             self.captured_step = max(self.captured_step, changes.step)
 
     @property
@@ -231,7 +239,10 @@ class Publisher:
     def _publish(self) -> None:
         start = time.monotonic()
         attempt = self._prepared()
-        published = self._chain.commit(attempt)
+        trace = attempt.changes.trace
+        with trace.current():
+            published = self._chain.commit(attempt)
+        trace.end(version=published.version)
         with self._changed:
             self._snapshot.apply(attempt.changes.deltas, attempt.states)
             self._waiting = self._rebased(attempt.changes)
@@ -246,7 +257,10 @@ class Publisher:
         if self._waiting is None:
             return None
         waiting = rebase(self._waiting, committed)
-        return waiting if waiting.deltas or waiting.step > committed.step else None
+        if waiting.deltas or waiting.step > committed.step:
+            return waiting
+        waiting.trace.end()
+        return None
 
     def _prepared(self) -> Attempt:
         """The attempt to commit: the one that failed last time, else the waiting change set, encoded."""
@@ -257,7 +271,8 @@ class Publisher:
                 changes = self._in_flight
             if changes is None:
                 raise RuntimeError("publish job without changes")
-            self._attempt = self._chain.prepare(changes)
+            with changes.trace.current(), tracing.span("delta_sync.publish.encode", changed_elements=changes.changed):
+                self._attempt = replace(self._chain.prepare(changes), metrics=self._metrics.logged())
         return self._attempt
 
     def _want_periodic_anchor(self, version: int) -> None:
@@ -347,3 +362,14 @@ class Publisher:
         )
         if changed:
             self._metrics.record(bytes_per_changed=size / changed)
+
+
+def _in_place_of(before: ChangeSet | None, changes: ChangeSet) -> ChangeSet:
+    """``changes`` hold what waited before them; its trace is over, or theirs where they are of the same step."""
+    if before is None:
+        return changes
+    if before.step == changes.step:
+        changes.trace.end()
+        return replace(changes, trace=before.trace)
+    before.trace.end(coalesced=True)
+    return changes

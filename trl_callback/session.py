@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from delta_sync import tracing
 from delta_sync.deadline import StillRunningError, within
 from delta_sync.delta_file import DEFAULT_CODEC
 from delta_sync.errors import MappingError, StoreError
@@ -29,6 +30,7 @@ from trl_callback.status_client import ServerStatus, StatusClient
 from trl_callback.trust import check_trusted
 
 logger = logging.getLogger(__name__)
+Interval = tuple[float, float]  # unix seconds
 
 
 @dataclass(frozen=True)
@@ -112,11 +114,14 @@ class Session:
         if not same or continues:
             self._publisher.want_anchor(urgent=not same)
 
-    def step_done(self, step: int) -> None:
-        """After an optimizer step: leave its changes to the publisher, every ``publish_every`` steps."""
+    def step_done(self, step: int, optimizer: Interval | None = None) -> None:
+        """After an optimizer step: leave its changes to the publisher, every ``publish_every`` steps.
+
+        ``optimizer`` is when the optimizer's own step began and ended, unix seconds.
+        """
         self._publisher.raise_if_failed()
         if step % self._config.publish_every == 0:
-            self._capture(step)
+            self._capture(step, optimizer=optimizer)
 
     def sync(self, step: int) -> None:
         """Return once the server serves weights at most ``max_staleness`` steps older than ``step``."""
@@ -145,10 +150,19 @@ class Session:
         """End the publisher's thread."""
         self._publisher.stop()
 
-    def _capture(self, step: int, *, even_if_same: bool = True) -> None:
+    def _capture(self, step: int, *, even_if_same: bool = True, optimizer: Interval | None = None) -> None:
         start = time.monotonic()
-        self._publisher.capture(self._image, step, even_if_same=even_if_same)
+        trace = begin_trace(step, optimizer, time.time())
+        self._publisher.capture(self._image, step, even_if_same=even_if_same, trace=trace)
         self._metrics.record(extract_seconds=time.monotonic() - start)
+
+
+def begin_trace(step: int, optimizer: Interval | None, began: float) -> tracing.Span:
+    """The span that lasts from an optimizer step, or ``began``, to the commit of the version that covers it."""
+    trace = tracing.begin("delta_sync.publish", began=optimizer[0] if optimizer else began, step=step)
+    if optimizer is not None:
+        trace.child("delta_sync.publish.optimizer_step", *optimizer, step=step)
+    return trace
 
 
 @dataclass(frozen=True)

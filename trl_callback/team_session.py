@@ -19,7 +19,16 @@ from trl_callback.follower import Follower
 from trl_callback.metrics import Metrics
 from trl_callback.publisher import STOP
 from trl_callback.rank_part import RankPart
-from trl_callback.session import AskedServer, ServingDtypes, Session, Subject, ask, serving_dtypes
+from trl_callback.session import (
+    AskedServer,
+    Interval,
+    ServingDtypes,
+    Session,
+    Subject,
+    ask,
+    begin_trace,
+    serving_dtypes,
+)
 from trl_callback.shard_image import ShardImage
 from trl_callback.shard_snapshot import Key
 from trl_callback.status_client import StatusClient
@@ -86,10 +95,10 @@ class TeamSession:
         snapshot = TeamSnapshot(described)
         self._lead = _Lead(subject, self._server, config, self._metrics, snapshot, partial(TeamChain, self._crew))
 
-    def step_done(self, step: int) -> None:
+    def step_done(self, step: int, optimizer: Interval | None = None) -> None:
         """After an optimizer step: leave its changes to the publisher, unless one before it is still on its way."""
         if self._lead_says(lambda lead: lead.wants(step)):
-            self._capture(step)
+            self._capture(step, optimizer=optimizer)
 
     def sync(self, step: int) -> None:
         """Return once the server serves weights at most ``max_staleness`` steps older than ``step``."""
@@ -137,15 +146,17 @@ class TeamSession:
             self._follower.raise_if_failed()
         return int(self._lead is not None and bool(choose(self._lead)))
 
-    def _capture(self, step: int, *, even_if_same: bool = True) -> None:
-        start = time.monotonic()
+    def _capture(self, step: int, *, even_if_same: bool = True, optimizer: Interval | None = None) -> None:
+        began, start = time.time(), time.monotonic()
         total = sum(self._team.together(self._compare))
         deltas, self._deltas = self._deltas, {}
         if not total and not even_if_same:
             return
         self._part.submit(step, deltas)
         if self._lead is not None:
-            self._lead.submit(TeamChanges(step, {}, total))
+            trace = begin_trace(step, optimizer, began)
+            trace.child("delta_sync.publish.detect", began, time.time(), changed_elements=total)
+            self._lead.submit(TeamChanges(step, {}, trace, total))
             self._metrics.record(extract_seconds=time.monotonic() - start)
 
     def _compare(self) -> int:

@@ -42,7 +42,7 @@ class Coordinator:
     def __init__(self, config: ReplicaConfig, ledger: Ledger, live: Live, status: Status, stop: threading.Event):
         self._config, self._ledger, self._live, self.status = config, ledger, live, status
         self._stop = stop
-        self._report = Reporter(ledger, status, config.acknowledge)
+        self._report = Reporter(ledger, status, config.acknowledge, live.outputs.gap)
         self._taker = Taker(live, status, self._report)
         self._control = Control(ledger, live, status, self._taker, self._scan_now)
         self._hold = Hold(config.retry)
@@ -111,6 +111,7 @@ class Coordinator:
                 if not isinstance(error, DeltaSyncError) and self._is_news(error):
                     logger.exception("delta sync: unexpected error, trying again")
                 self.status.note_error(error)
+                self.status.measures.failed(type(error).__name__)
                 self._hold.start()
 
     def _watch(self) -> None:
@@ -180,7 +181,7 @@ class Coordinator:
         if newest is None:
             return None
         self._newest = newest
-        self.status.saw(newest.version)
+        self.status.saw(newest.version, newest.created_at)
         if self._hold.active and not self._hold.over(self._signal(newest)):
             return None
         return None if self._is_at(pinned) else newest
@@ -274,6 +275,7 @@ class Coordinator:
         self._hold.clear()
         self._tried_anchor, self._gone = False, 0
         self._serve_waiters()
+        self._report.acknowledge()  # after those who wait for the version: it may wait for tokens itself
 
     def _refuse(self, plan: Plan, error: DeltaSyncError) -> None:
         self._report.refused(plan, error)
@@ -289,6 +291,7 @@ class Coordinator:
         if audit is None:
             return
         self.status.audit.completed += 1
+        self.status.measures.audits["ok" if audit.error is None else "failed"] += 1
         if audit.error is None:
             self.status.audit.last_ok_version = self.status.served.version
         else:

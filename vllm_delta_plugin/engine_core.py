@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from delta_sync import tracing
 from delta_sync.context_codec import CONTEXT_CODEC
 from delta_sync.delta_file import DEFAULT_CODEC
 from delta_sync.errors import MappingError, NotFoundError
@@ -22,11 +23,13 @@ from vllm_delta_plugin.engine_load import Pause
 from vllm_delta_plugin.live import Live
 from vllm_delta_plugin.log import logger
 from vllm_delta_plugin.main_thread import MainThread
+from vllm_delta_plugin.output_clock import OutputClock
 from vllm_delta_plugin.ranks import Ranks
 from vllm_delta_plugin.read_back import assemble
 from vllm_delta_plugin.replica_id import replica_id
 from vllm_delta_plugin.status import Facts, Status
 
+_LAST_SPANS = 2.0  # seconds
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -75,6 +78,7 @@ class DeltaSync:
     def stop(self) -> None:
         """End the background thread."""
         self._coordinator.stop()
+        tracing.flush(_LAST_SPANS)
 
     def salted(self, user_salt: str | None, session: str | None) -> Salted:
         """The prefix-cache salt for a new request."""
@@ -87,6 +91,15 @@ class DeltaSync:
     def label(self) -> str:
         """What a batch that is scheduled now is computed by."""
         return self._live.label.encode()
+
+    @property
+    def outputs(self) -> OutputClock:
+        """What wants to know when the engine's outputs come."""
+        return self._live.outputs
+
+    def metrics(self) -> dict[str, Any]:
+        """What /metrics is made of: the status, and counts and histograms since the start."""
+        return {**self.status(), "measures": self._status.measures.to_dict()}
 
     def status(self) -> dict[str, Any]:
         """The JSON of /delta_sync/status."""

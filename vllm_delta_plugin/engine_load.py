@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from delta_sync.errors import IntegrityError, SyncTimeoutError
@@ -16,6 +17,7 @@ from delta_sync.plan import Plan
 from vllm_delta_plugin.main_thread import MainThread
 from vllm_delta_plugin.proof import Layout, Proven, check_names
 from vllm_delta_plugin.ranks import Ranks, first_failure
+from vllm_delta_plugin.reading import Reading
 
 TOO_LARGE = "anchor_too_large"  # the kind of error with which a rank asks for this path
 _POLL = 0.05  # seconds
@@ -34,15 +36,25 @@ class Pause(Protocol):
         """Make running requests prefill again; on the engine's thread."""
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """What the ranks then hold, what they read for it, and the seconds of pause."""
+
+    proven: Proven
+    read: Reading
+    seconds: float
+
+
 def load_dense(
     plan: Plan, layout: Layout, main: MainThread, ranks: Ranks, timeout: float, advance: Callable[[], None]
-) -> Proven:
-    """Overwrite live weights with the plan's target on every rank; the engine must be paused. What they then hold.
+) -> Loaded:
+    """Overwrite live weights with the plan's target on every rank; the engine must be paused.
 
     RankError, MappingError or IntegrityError leave the weights unknown; SyncTimeoutError after ``timeout`` seconds.
     """
     check_names(layout, plan.tensors)
-    deadline = time.monotonic() + timeout
+    started = time.monotonic()
+    deadline = started + timeout
     main.run(lambda: ranks.tell("load_dense", plan))
     while True:
         replies = main.run(lambda: ranks.ask("stage_poll"))
@@ -66,4 +78,4 @@ def load_dense(
             got=proven.state,
             remedy="attach the anchor again",
         )
-    return proven
+    return Loaded(proven, Reading.of(replies), time.monotonic() - started)

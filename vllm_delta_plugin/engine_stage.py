@@ -12,18 +12,25 @@ from delta_sync.plan import Plan
 from vllm_delta_plugin.main_thread import MainThread
 from vllm_delta_plugin.proof import Layout, Proven, Sums, prove
 from vllm_delta_plugin.ranks import Ranks, Reply, failure
+from vllm_delta_plugin.reading import Reading
 
 _FIRST_POLL, _LONGEST_POLL = 0.005, 0.1  # seconds; each poll costs the engine's loop a fraction of a millisecond
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A plan that every rank has staged and the proof has accepted; ``after`` is what its commit leads to."""
+    """A plan that every rank has staged and the proof has accepted; ``after`` is what its commit leads to.
+
+    ``began`` is unix time; the proof took the last ``proof_seconds`` of ``seconds``.
+    """
 
     plan: Plan
     after: Proven
     changed: int
+    read: Reading
+    began: float
     seconds: float
+    proof_seconds: float
 
 
 class Stager:
@@ -37,16 +44,18 @@ class Stager:
 
         RankError, IntegrityError or MappingError if the plan is refused; SyncTimeoutError after ``timeout`` seconds.
         """
-        started = time.monotonic()
+        began, started = time.time(), time.monotonic()
         try:
             self._main.run(lambda: self._ranks.tell("stage_begin", plan))
             replies = self._wait(plan, started + self._timeout)
+            staged = time.monotonic()
             parts = [reply["parts"] for reply in replies]
             after = prove(layout, bases, parts, plan.tensors, plan.target.state_digest)
         except Exception:
             self.drop()
             raise
-        return Staged(plan, after, sum(int(r.get("changed") or 0) for r in replies), time.monotonic() - started)
+        changed, now = sum(int(r.get("changed") or 0) for r in replies), time.monotonic()
+        return Staged(plan, after, changed, Reading.of(replies), began, now - started, now - staged)
 
     def drop(self) -> None:
         """Forget what is staged, if anything; RankError if a rank cannot."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +14,11 @@ from vllm_delta_plugin.cache_salt import CacheSalt
 from vllm_delta_plugin.config import ReplicaConfig
 from vllm_delta_plugin.engine_audit import Auditor, compare
 from vllm_delta_plugin.engine_commit import Committed, commit_all
-from vllm_delta_plugin.engine_load import Pause, load_dense
+from vllm_delta_plugin.engine_load import Loaded, Pause, load_dense
 from vllm_delta_plugin.engine_stage import Staged, Stager
 from vllm_delta_plugin.gate import Gate
 from vllm_delta_plugin.main_thread import MainThread
+from vllm_delta_plugin.output_clock import OutputClock
 from vllm_delta_plugin.proof import Layout, Proven, Sums
 from vllm_delta_plugin.ranks import Ranks, Reply
 from vllm_delta_plugin.weights_label import WeightsLabel
@@ -43,7 +43,7 @@ class Live:
     def __init__(self, config: ReplicaConfig, ranks: Ranks, main: MainThread, salt: CacheSalt, pause: Pause) -> None:
         self._ranks, self._main, self._salt, self._pause = ranks, main, salt, pause
         self._timeout, self._transition = config.stage_timeout, config.transition
-        self.gate = Gate()
+        self.gate, self.outputs = Gate(), OutputClock()
         self.lost = False  # a load in place failed half way: the engine is paused until one succeeds
         replies = ranks.tell("attach", config.to_dict())
         sums = [reply["regions"] for reply in replies]
@@ -129,6 +129,7 @@ class Live:
     def _commit(self, staged: Staged) -> Committed:
         """On the engine's thread, so that whatever it reads next sees new bits and new position together."""
         plan = staged.plan
+        self.outputs.commit()
         committed = commit_all(self._ranks, self._salt, plan.target.version, _cache_that_remains(plan))
         self._serves = plan.target
         self._sums, self._proven = staged.after.sums, staged.after
@@ -142,21 +143,20 @@ class Live:
             return replace(committed, unsettled=committed.unsettled or error)
         return committed
 
-    def load(self, plan: Plan) -> float:
-        """Pause, overwrite live weights, verify, resume; returns the milliseconds of pause. See load_dense.
+    def load(self, plan: Plan) -> Loaded:
+        """Pause, overwrite live weights, verify, resume. See load_dense.
 
         On any error nothing is known about the weights any more and the engine stays paused.
         """
         self._stop_stepping()
-        started = time.perf_counter()
         self._serves, self._proven, self.lost = None, None, True
-        proven = load_dense(plan, self._layout, self._main, self._ranks, self._timeout, self._salt.advance)
-        self._serves, self._sums, self._proven, self.lost = plan.target, proven.sums, proven, False
+        loaded = load_dense(plan, self._layout, self._main, self._ranks, self._timeout, self._salt.advance)
+        self._serves, self._sums, self._proven, self.lost = plan.target, loaded.proven.sums, loaded.proven, False
         self._auditor.committed()
         if self._transition == "recompute":
             self._main.run(self._pause.recompute)
         self._step_again()
-        return (time.perf_counter() - started) * 1e3
+        return loaded
 
     def adopt(self, plan: Plan) -> None:
         """The live bits are the target's already."""

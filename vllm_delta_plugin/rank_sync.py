@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from delta_sync.errors import ConflictError, MappingError
-from delta_sync.ledger import Ledger
 from delta_sync.plan import Plan
 from delta_sync.store.cache import MAX_BYTES, ObjectCache
 from delta_sync.store.open import open_store
@@ -17,6 +16,7 @@ from vllm_delta_plugin.background import Job
 from vllm_delta_plugin.commit import device_of
 from vllm_delta_plugin.coverage import WeightMap
 from vllm_delta_plugin.faults import Faults
+from vllm_delta_plugin.reading import ReadingLedger
 from vllm_delta_plugin.rehearsal import rehearse
 from vllm_delta_plugin.stage import Rank, Staged
 from vllm_delta_plugin.staged import StageTooLargeError
@@ -38,7 +38,7 @@ class RankSync:
         self.weights = weights
         self._faults = Faults(rank, config.get("fault") or {})
         self._faults.at("attach")
-        self._ledger = Ledger(open_store(str(config["uri"])), cache=_cache(config))
+        self._ledger = ReadingLedger(open_store(str(config["uri"])), cache=_cache(config))
         self._device = device_of(weights.storages)
         for storage in {storage.dtype: storage for storage in weights.storages}.values():
             rehearse(storage, self._device)
@@ -66,6 +66,7 @@ class RankSync:
         self._no_open_commit()
         self.stage_drop()
         self._base = self._generation
+        self._ledger.begin()
 
         def work(job: Job[Staged]) -> Staged:
             self._faults.at("stage")
@@ -87,7 +88,8 @@ class RankSync:
             return {"state": "staging", "object": job.object}
         staged = job.result
         state = "staged" if self._committed is None else "committed"
-        return {"state": state, "target": staged.target, "parts": staged.parts, "changed": staged.changed}
+        done = {"parts": staged.parts, "changed": staged.changed, "read": self._ledger.read}
+        return {"state": state, "target": staged.target, **done}
 
     def stage_drop(self) -> Reply:
         """Forget what is staged; ConflictError while a commit is not settled."""
@@ -137,6 +139,7 @@ class RankSync:
         self.stage_drop()
         self._generation += 2
         self._dense_target = plan.target.version
+        self._ledger.begin()
 
         def work(job: Job[dict[str, int]]) -> dict[str, int]:
             folded = stage.fold_plan(job, self._rank, self._ledger, plan, self._rank.stage_bytes)
@@ -205,7 +208,7 @@ class RankSync:
             return {"state": "failed", "error": background.describe(job.error, job.object)}
         if job.result is None:
             return {"state": "loading", "target": self._dense_target}
-        return {"state": "loaded", "target": self._dense_target, "regions": job.result}
+        return {"state": "loaded", "target": self._dense_target, "regions": job.result, "read": self._ledger.read}
 
 
 def _cache(config: Mapping[str, Any]) -> ObjectCache | None:

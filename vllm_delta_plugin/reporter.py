@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import cast
 
 from delta_sync.ack import Ack, State
@@ -10,17 +11,24 @@ from delta_sync.errors import DeltaSyncError, StoreError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest
 from delta_sync.plan import Plan, Position
+from vllm_delta_plugin.engine_load import Loaded
 from vllm_delta_plugin.engine_stage import Staged
 from vllm_delta_plugin.log import logger
 from vllm_delta_plugin.ranks import RankError
 from vllm_delta_plugin.status import Refusal, Served, Status
+from vllm_delta_plugin.taken import Taken, trace_refusal
 
 
 class Reporter:
-    """Used from the coordinator's thread; an acknowledgement that cannot be written is reported, never fatal."""
+    """Used from the coordinator's thread; an acknowledgement that cannot be written is reported, never fatal.
 
-    def __init__(self, ledger: Ledger, status: Status, acknowledge: bool) -> None:
-        self._ledger, self._status, self._wanted = ledger, status, acknowledge
+    What was taken is acknowledged by ``acknowledge``, everything else at once. ``gap`` waits a moment for the engine's
+    next outputs and says how long the longest was away.
+    """
+
+    def __init__(self, ledger: Ledger, status: Status, acknowledge: bool, gap: Callable[[], float | None]) -> None:
+        self._ledger, self._status, self._wanted, self._gap = ledger, status, acknowledge, gap
+        self._taken: Taken | None = None  # and not acknowledged yet
 
     def committed(self, staged: Staged, milliseconds: float, generation: int) -> None:
         """A staged plan is live on all ranks."""
@@ -30,24 +38,30 @@ class Reporter:
         counters.changed_elements_last = staged.changed
         counters.commit_ms_last, counters.stage_seconds_last = milliseconds, staged.seconds
         counters.committed_at_last = time.time()
+        sighting = self._status.sighting(staged.plan.target.version)
+        self._taken = Taken(staged.plan.target, sighting, staged.read, staged, milliseconds / 1e3)
         how = f"from {staged.plan.start}, {staged.changed} elements changed, "
         how += f"staged in {staged.seconds:.2f} s, committed in {milliseconds:.2f} ms"
         self._serving(staged.plan.target, how, generation)
 
-    def loaded(self, target: Manifest, milliseconds: float, generation: int) -> None:
+    def loaded(self, target: Manifest, loaded: Loaded, generation: int) -> None:
         """An anchor was loaded in place."""
+        sighting = self._status.sighting(target.version)
+        self._taken = Taken(target, sighting, loaded.read, commit_seconds=loaded.seconds)
         self._status.counters.commits += 1
         self._status.counters.anchors_taken += 1
-        self._serving(target, f"loaded from its anchor, paused for {milliseconds:.0f} ms", generation)
+        self._serving(target, f"loaded from its anchor, paused for {loaded.seconds * 1e3:.0f} ms", generation)
 
     def adopted(self, target: Manifest, generation: int) -> None:
         """The live bits were the target's already."""
+        self._taken = Taken(target, self._status.sighting(target.version))
         self._serving(target, "live bits are this version's", generation)
 
     def rolled_back(self, error: RankError, generation: int) -> None:
         """A rank failed to commit and every rank is back on the old version."""
         self._status.served.commit_generation = generation
         self._status.note_error(error, kind=f"RolledBack/{error.kind}")
+        self._status.measures.failed("RolledBack")
         self._status.counters.rollbacks += 1  # last: who sees the count sees why
 
     def refused(self, plan: Plan, error: DeltaSyncError) -> None:
@@ -56,12 +70,15 @@ class Reporter:
         key = error.object_key if isinstance(error, RankError) else None
         guilty = next((m for m in plan.deltas if any(o.key == key for o in m.objects)), plan.target)
         sha256 = guilty.sha256 if isinstance(guilty, Manifest) else guilty.manifest
-        self._refuse(Refusal(guilty.version, sha256, key, kind, str(error)))
+        target = plan.target
+        if self._refuse(Refusal(guilty.version, sha256, key, kind, str(error))):
+            trace_refusal(target, self._status.sighting(target.version), self._status.facts.replica, kind)
 
     def passed_by(self, plan: Plan, error: DeltaSyncError) -> None:
         """Old versions were deleted while this replica was on its way over them: it takes an anchor instead."""
         what = f"on the way to version {plan.target.version} an object was deleted, taking an anchor instead: {error}"
         self._status.note_error(DeltaSyncError(what), kind="NotFoundError")
+        self._status.measures.failed("NotFoundError")
 
     def no_way(self, newest: Manifest, error: DeltaSyncError) -> None:
         """No plan leads to the newest version."""
@@ -74,6 +91,7 @@ class Reporter:
     def poisoned(self, error: DeltaSyncError, state_digest: str | None) -> None:
         """Live memory is not what was proven."""
         self._status.unproven(state_digest)
+        self._status.measures.failed(type(error).__name__)
         self._status.note_error(error)
         self._acknowledge()
 
@@ -84,11 +102,27 @@ class Reporter:
             Served(target.run, target.version, target.epoch, target.sha256, target.state_digest, generation)
         )
         logger.info("delta sync: serving version %d (%s)", target.version, how)
+
+    def acknowledge(self) -> None:
+        """Say in the bucket what was taken since the last time, if anything, and what it took."""
+        taken, self._taken = self._taken, None
+        if taken is None:
+            return
+        gap = None if taken.staged is None else self._gap()
+        performance = taken.performance(gap)
+        self._status.update(performance=performance)
+        measures = self._status.measures
+        measures.committed(performance, taken.staged.changed if taken.staged else 0)
+        taken.trace(self._status.facts.replica, gap)
         self._acknowledge()
 
-    def _refuse(self, refusal: Refusal) -> None:
-        if self._status.refuse(refusal):
+    def _refuse(self, refusal: Refusal) -> bool:
+        """Whether it is news."""
+        new = self._status.refuse(refusal)
+        if new:
+            self._status.measures.failed(refusal.kind)
             self._acknowledge()
+        return new
 
     def _acknowledge(self) -> None:
         if not self._wanted:
@@ -105,6 +139,7 @@ class Reporter:
             error_kind=refusal.kind if refusal else None,
             error=refusal.error if refusal else None,
             time=time.time(),
+            performance=self._status.performance,
         )
         try:
             self._ledger.acknowledge(ack)

@@ -14,6 +14,7 @@ from vllm_delta_plugin.asking import ask, merge, refuse
 from vllm_delta_plugin.compat import outputs, usage
 from vllm_delta_plugin.config import find_config
 from vllm_delta_plugin.flag import PLUGIN
+from vllm_delta_plugin.metrics_middleware import MetricsMiddleware
 from vllm_delta_plugin.version_middleware import VersionMiddleware
 
 _SECONDS, _SCAN_SECONDS = 30.0, 600.0  # the engine answers between two steps; a scan reads all weights
@@ -30,6 +31,7 @@ class DeltaSyncEndpoints:
         outputs.install()
         usage.install()
         app.add_middleware(VersionMiddleware)
+        app.add_middleware(MetricsMiddleware)
         app.add_api_route("/delta_sync/status", status, methods=["GET"])
         app.add_api_route("/delta_sync/ready", ready, methods=["GET"])
         control_routes.attach(app)

@@ -11,7 +11,10 @@ from typing import Any
 
 from delta_sync.store.open import shown_uri
 from vllm_delta_plugin.log import logger
+from vllm_delta_plugin.measures import Measures
 from vllm_delta_plugin.redact import redact_text
+
+_SIGHTINGS = 1000  # most versions that are remembered while none is taken
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,14 @@ class Served:
     commit_generation: int = 0
 
 
+@dataclass(frozen=True)
+class Sighting:
+    """When a version was made and when it was first seen here, both unix time."""
+
+    made: float
+    seen: float
+
+
 @dataclass
 class AuditStatus:
     """The background scan: scans completed, the version of the last one that agreed, and what it is doing."""
@@ -84,6 +95,8 @@ class Status:
     served: Served = field(default_factory=Served)
     counters: Counters = field(default_factory=Counters)
     audit: AuditStatus = field(default_factory=AuditStatus)
+    measures: Measures = field(default_factory=Measures, repr=False)
+    performance: dict[str, float] = field(default_factory=dict)  # of the last commit, as acknowledged
     newest_version: int | None = None
     looked_at: float | None = None  # unix time of the last look at the store that got an answer
     staged: int | None = None
@@ -91,6 +104,7 @@ class Status:
     poisoned: bool = False
     pinned: int | None = None  # the version an operator holds it at
     last_error: dict[str, Any] | None = None
+    _sightings: dict[int, Sighting] = field(default_factory=dict, repr=False)  # of versions newer than what is served
     _refused: set[Refusal] = field(default_factory=set, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
@@ -107,6 +121,12 @@ class Status:
     def lag(self) -> int:
         """How many versions the store is ahead."""
         return 0 if self.newest_version is None else max(0, self.newest_version - (self.served.version or 0))
+
+    @property
+    def lag_seconds(self) -> float:
+        """How long ago the oldest version that was seen and is not served was made, by its trainer's clock."""
+        made = min((sighting.made for sighting in self._sightings.values()), default=None)
+        return 0.0 if made is None or not self.lag else max(0.0, time.time() - made)
 
     @property
     def ready(self) -> bool:
@@ -133,11 +153,19 @@ class Status:
             self.served, self.refusal, self.poisoned = served, None, False
             self._refused.clear()
             self.newest_version = max(served.version or 0, self.newest_version or 0)
+            self._sightings = {v: seen for v, seen in self._sightings.items() if v > (served.version or 0)}
 
-    def saw(self, version: int) -> None:
-        """This is the newest version the store has."""
+    def saw(self, version: int, made: float | None = None) -> None:
+        """This is the newest version the store has, ``made`` at that unix time if it can be read."""
         with self._lock:
-            self.newest_version = version
+            self.newest_version, now = version, time.time()
+            if version > (self.served.version or 0) and len(self._sightings) < _SIGHTINGS:
+                self._sightings.setdefault(version, Sighting(now if made is None else made, now))
+
+    def sighting(self, version: int) -> Sighting | None:
+        """When a version that is not served yet was first seen, if it was."""
+        with self._lock:
+            return self._sightings.get(version)
 
     def refuse(self, refusal: Refusal) -> bool:
         """Note a refusal; True if it was not noted before since the last version that was taken."""
@@ -173,10 +201,12 @@ class Status:
                 "newest_version": self.newest_version,
                 "looked_at": self.looked_at,
                 "lag": self.lag,
+                "lag_seconds": self.lag_seconds,
                 "staged": self.staged,
                 "refusal": asdict(self.refusal) if self.refusal else None,
                 "last_error": dict(self.last_error) if self.last_error else None,
                 **asdict(self.counters),
+                "performance": dict(self.performance),
                 "audit": asdict(self.audit),
                 "time": time.time(),
             }

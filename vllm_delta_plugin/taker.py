@@ -61,8 +61,8 @@ class Taker:
         """Take an anchor that is too large to stage; until that succeeds nothing is served."""
         self._status.unproven()
         logger.info("delta sync: pausing to load version %d in place", plan.target.version)
-        milliseconds = self._live.load(plan)
-        self._report.loaded(plan.target, milliseconds, self._live.generation)
+        loaded = self._live.load(plan)
+        self._report.loaded(plan.target, loaded, self._live.generation)
 
     def _adopt(self, plan: Plan) -> None:
         """The live bits already are the target's: nothing to write, nothing to forget."""

@@ -23,6 +23,9 @@ class QueueScheduler:
     def schedule(self) -> Any:
         return SimpleNamespace()
 
+    def has_unfinished_requests(self) -> bool:
+        return True
+
     def update_from_output(self, batch: Any, tokens: dict[str, list[int]]) -> Any:
         outputs = [SimpleNamespace(request_id=r, new_token_ids=t, trace_headers=None) for r, t in tokens.items()]
         outputs[0].trace_headers = {"traceparent": "x"}
@@ -33,7 +36,7 @@ def test_a_batch_in_flight_at_a_commit_keeps_the_label_it_left_with() -> None:
     live, returned = ["1/1"], []
     scheduler = QueueScheduler()
     for _ in range(2):  # the second time changes nothing
-        label_batches(scheduler, lambda: live[0], returned.append)
+        label_batches(scheduler, lambda: live[0], lambda label, tokens: returned.append((label, tokens)))
     first, second = scheduler.schedule(), scheduler.schedule()
     live[0] = "2/1"
     third = scheduler.schedule()
@@ -43,7 +46,10 @@ def test_a_batch_in_flight_at_a_commit_keeps_the_label_it_left_with() -> None:
         assert b.trace_headers is None, "no token, no label"
         assert a.trace_headers["traceparent"] == "x"
         labels.append(a.trace_headers[LABEL])
-    assert labels == returned == ["1/1", "1/1", "2/1"]
+    assert labels == ["1/1", "1/1", "2/1"]
+    assert returned == [(label, True) for label in labels]
+    scheduler.update_from_output(third, {"a": []})
+    assert returned[-1] == ("2/1", False)
 
 
 @pytest.mark.parametrize("label", [WeightsLabel(), WeightsLabel(0, 0), WeightsLabel(7, 2)])

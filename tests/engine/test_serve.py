@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
 import time
 import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,12 +17,17 @@ from typing import Any
 
 import fresh
 import pytest
+from helpers.otlp import Collector, collector
 from helpers.publish import Publisher
-from helpers.server import VllmServer
+from helpers.scrape import parse, scrape
+from helpers.server import QUIET_CPU, VllmServer
 from helpers.stream import open_stream
 from helpers.tiny_models import build
 
 from delta_sync.keys import SigningKey
+from delta_sync.ledger import Ledger
+from delta_sync.store.open import open_store
+from vllm_delta_plugin.prometheus import METRICS
 
 PROMPT = list(range(10, 150))  # 140 tokens; blocks are of 128
 ARGS = ("--api-key", "first", "second", "--api-server-count", "2", "--enable-prompt-tokens-details")
@@ -32,6 +43,7 @@ class World:
     base: Path
     trainer: Publisher
     server: VllmServer
+    spans: Collector
 
     @property
     def run(self) -> Path:
@@ -45,9 +57,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     run, acks = str(folder / "run"), str(folder / "acks")
     log = folder / "server.log"
     more = ("--delta-sync-public-key", str(KEY.save(folder / "run.key")), "--delta-sync-ack-uri", acks)
-    with VllmServer(base, log, ("--delta-sync", run, "--delta-sync-config", CONFIG, *more, *ARGS)) as server:
-        server.headers = {"Authorization": "Bearer second"}
-        yield World(folder, base, Publisher.of_checkpoint(run, base, key=KEY, ack_uri=acks), server)
+    with collector() as spans:
+        traced = ("--otlp-traces-endpoint", f"{spans.url}/v1/traces")
+        env = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "200"}
+        flags = ("--delta-sync", run, "--delta-sync-config", CONFIG, *more, *ARGS, *traced)
+        with VllmServer(base, log, flags, env) as server:
+            server.headers = {"Authorization": "Bearer second"}
+            yield World(folder, base, Publisher.of_checkpoint(run, base, key=KEY, ack_uri=acks), server, spans)
 
 
 def cached(server: VllmServer, prompt: list[int]) -> int:
@@ -99,7 +115,14 @@ def test_a_stream_goes_on_over_three_commits(world: World) -> None:
     stream.join()
     assert (stream.error, stream.finish_reason, stream.tokens) == (None, "length", 1900)
     assert seen[-1] < 1900, "the stream must still be open at the last commit"
-    assert world.server.status()["commits"] == 3
+    status = world.server.status()
+    assert status["commits"] == 3
+    numbers = world.trainer.ledger.acknowledgements()["box"].performance
+    assert numbers == status["performance"]
+    assert {"noticed_seconds", "stage_seconds", "commit_seconds", "served_seconds", "gap_seconds"} < numbers.keys()
+    assert numbers["fetched_bytes"] == len(world.trainer.objects[4][0])
+    assert 0 < numbers["commit_seconds"] < numbers["served_seconds"] < 30
+    assert numbers["commit_seconds"] < numbers["gap_seconds"] < 30
 
 
 def test_live_bits_read_back_are_the_trainers(world: World) -> None:
@@ -211,6 +234,48 @@ def test_the_audit_ran_in_the_background_and_agreed(world: World) -> None:
     assert world.server.get("/delta_sync/ready")["state"] == "live"
 
 
+def test_every_api_server_shows_the_same_metrics_beside_vllms(world: World) -> None:
+    status = world.server.status()
+    for _ in range(8):  # of two API servers
+        found = scrape(world.server)
+        assert found["delta_sync_served_version"] == found["delta_sync_newest_version"] == status["version"]
+        assert found["delta_sync_commits_total"] == status["commits"]
+        assert found["delta_sync_anchors_total"] == status["anchors_taken"] == 1
+        assert found['delta_sync_state{state="live"}'] == found["delta_sync_ready"] == 1
+        assert found["delta_sync_lag_versions"] == found["delta_sync_lag_seconds"] == 0
+        assert found['delta_sync_failures_total{kind="IntegrityError"}'] >= 2
+        assert found['delta_sync_failures_total{kind="SignatureError"}'] == 1
+        assert found["delta_sync_digest_mismatches_total"] >= 2
+        assert found['delta_sync_audits_total{result="ok"}'] >= 1
+        assert found['delta_sync_audits_total{result="failed"}'] == 0
+        assert found["delta_sync_commit_seconds_count"] == found["delta_sync_stage_seconds_count"] == status["commits"]
+        assert found["delta_sync_gap_seconds_count"] >= 3, "a stream went on over three commits"
+        assert found["delta_sync_fetched_bytes_total"] > len(world.trainer.objects[4][0])
+    for accept in ("application/openmetrics-text", "text/plain"):
+        headers = {"Accept": accept, "Accept-Encoding": "gzip"}
+        request = urllib.request.Request(f"{world.server.url}/metrics", headers=headers)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            text = answer.read().decode()
+        names = {name for name, _ in parse(text)}
+        assert {"vllm:num_requests_running", "delta_sync_lag_versions"} <= names, "no key is asked for, as by vLLM"
+
+
+def test_the_dashboard_asks_only_for_what_a_server_says(world: World) -> None:
+    names = {name for name, _ in parse(world.server.get_bytes("/metrics")[0].decode())}
+    dashboard = json.loads((Path(__file__).parents[2] / "docs" / "grafana" / "delta-sync.json").read_text())
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    asked: set[str] = set()
+    for panel in panels:
+        for target in panel["targets"]:
+            used = set(re.findall(r"delta_sync_\w+", target["expr"]))
+            assert used, panel["title"]
+            assert used <= names, panel["title"]
+            asked |= used
+    assert {metric.name + "_bucket" * (metric.kind == "histogram") for metric in METRICS} == asked
+    for variable in dashboard["templating"]["list"][1:]:
+        assert set(re.findall(r"delta_sync_\w+", variable["definition"])) <= names
+
+
 def test_killed_and_started_again_it_catches_up_by_itself(world: World) -> None:
     world.trainer.step(14, 0.05)
     world.server.kill()
@@ -237,3 +302,44 @@ def test_a_usable_answer_without_the_dev_mode(world: World) -> None:
     assert caught.value.code == 404
     body: Any = caught.value.read()
     assert b"no.such.tensor" in body
+
+
+TRAINERS = {"delta_sync.publish", *(f"delta_sync.publish.{part}" for part in ("detect", "encode", "upload", "commit"))}
+REPLICAS = {"delta_sync.take", *(f"delta_sync.take.{part}" for part in ("notice", "fetch", "stage", "prove", "commit"))}
+
+
+def test_one_trace_leads_from_an_optimizer_step_to_the_replicas_commit(world: World) -> None:
+    """A trainer in a process of its own, which knows of tracing by the environment alone."""
+    secret, endpoint = world.folder / "run.key", {"OTEL_EXPORTER_OTLP_ENDPOINT": world.spans.url}
+    command = [sys.executable, Path(__file__).with_name("trained_child.py"), world.base, world.run, secret]
+    subprocess.run(command, env={**os.environ, **QUIET_CPU, **endpoint}, check=True, timeout=240)
+    newest = Ledger(open_store(str(world.run))).head()
+    assert newest is not None and newest.traceparent is not None
+    assert (newest.kind, newest.epoch) == ("delta", 2)
+    assert newest.metrics.keys() >= {"loss", "learning_rate", "grad_norm"}, "of the first step's log"
+    world.server.wait_version(newest.version)
+    _, trace, publish, _ = newest.traceparent.split("-")
+    spans = world.spans.wait(trace, "delta_sync.take")
+    assert spans.keys() == TRAINERS | REPLICAS | {"delta_sync.publish.optimizer_step"}
+    assert (spans["delta_sync.publish"].id, spans["delta_sync.publish"].parent) == (publish, "")
+    assert spans["delta_sync.take"].parent == publish
+    for name, span in spans.items():
+        assert span.error is None
+        assert span.began <= span.ended
+        if (root := name.rpartition(".")[0]) in spans:
+            assert span.parent == spans[root].id
+    order = ["publish.optimizer_step", "publish.detect", "publish.encode", "publish.upload", "publish.commit",
+             "take.fetch", "take.prove", "take.commit"]  # fmt: skip
+    times = [spans[f"delta_sync.{name}"].ended for name in order]
+    assert times == sorted(times)
+    assert spans["delta_sync.take"].attributes["delta_sync.version"] == newest.version
+    assert spans["delta_sync.publish"].attributes["delta_sync.version"] == newest.version
+    assert spans["delta_sync.take.fetch"].attributes["delta_sync.bytes"] == newest.objects[0].size
+    refused = [span for span in world.spans.spans if span.error == "IntegrityError"]
+    assert [span.name for span in refused] == ["delta_sync.take"] * 2, (
+        "of the two versions that were not what they said"
+    )
+    ours = [span for span in world.spans.spans if span.name.startswith("delta_sync.")]
+    for value in (value for span in ours for value in span.attributes.values()):
+        assert str(world.folder) not in str(value), "a URI may hold credentials"
+    assert secret.read_bytes()[30:60] not in world.spans.raw

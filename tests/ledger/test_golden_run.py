@@ -22,11 +22,14 @@ EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
 KINDS = {"manifests": Manifest, "anchors": AnchorRecord, "replicas": Ack, "epochs": Epoch, "HEAD.json": Head}
 
 
-def documents():
-    run = GOLDEN / "run"
+MEASURED = GOLDEN.parent / "golden-3"
+
+
+def documents(golden):
+    run = golden / "run"
     for path in sorted(run.rglob("*.json")):
         if path.name not in ("config.json", "model.safetensors.index.json"):
-            yield path.relative_to(run).as_posix()
+            yield golden, path.relative_to(run).as_posix()
 
 
 @pytest.fixture
@@ -34,11 +37,20 @@ def store(tmp_path):
     return LocalStore(shutil.copytree(GOLDEN / "run", tmp_path / "run"))
 
 
-@pytest.mark.parametrize("key", list(documents()))
-def test_each_document_reads_and_writes_the_same_bytes(key):
-    data = (GOLDEN / "run" / key).read_bytes()
+@pytest.mark.parametrize(("golden", "key"), [*documents(GOLDEN), *documents(MEASURED)])
+def test_each_document_reads_and_writes_the_same_bytes(golden, key):
+    data = (golden / "run" / key).read_bytes()
     kind = KINDS[key.partition("/")[0]]
     assert kind.from_bytes(data).to_bytes() == data
+
+
+def test_the_numbers_of_trainer_and_replica_are_read():
+    ledger = Ledger(LocalStore(MEASURED / "run"))
+    newest = ledger.head()
+    numbers = {"reward": -0.25, "loss": 1e-07, "rewards/letters_placed/mean": 0.5, "num_tokens": 4096}
+    assert (newest.metrics, ledger.manifest(1).metrics) == (numbers, {})
+    assert newest.traceparent == "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    assert ledger.acknowledgements()["replica-0"].performance["gap_seconds"] == 0.02
 
 
 def check_bits(bits, sha256):

@@ -15,6 +15,7 @@ from delta_sync.ack import Ack
 from delta_sync.records import Epoch, Head
 
 SHA = "ab" * 32
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 ORIGIN = Manifest(
     run="run-1", epoch=1, writer="host-1", version=1, kind="origin", base_version=None, parent=None, steps=(0, 0),
     objects=(), tensors={"ü.weight": TensorState("BF16", (2, 3), 2**64 - 1), "b": TensorState("F32", (), 0)},
@@ -24,12 +25,26 @@ ORIGIN = Manifest(
 DELTA = replace(
     ORIGIN, version=2, kind="delta", base_version=1, parent=ORIGIN.sha256, steps=(1, 3), codec="gap-1",
     objects=(ObjectRef("deltas/x.safetensors", 10, SHA),), changed_elements=7, extra={"note": {"a": [1, 2.5, None]}},
+    metrics={"reward": -0.5, "rewards/letters/mean": 0.25, "tokens": 7},
+    traceparent=TRACE,
 )  # fmt: skip
 ANCHOR = AnchorRecord(
     2, 1, DELTA.sha256, SHA, (ObjectRef("anchors/000000000002-000001/model.safetensors", 5, SHA),),
     ORIGIN.tensors, 1234.5,
 )  # fmt: skip
-ACK = Ack("replica-0", 2, SHA, 1, "refused", 3, "deltas/y", "IntegrityError", "sha256 of …\nexpected", 1234.5)
+ACK = Ack(
+    "replica-0",
+    2,
+    SHA,
+    1,
+    "refused",
+    3,
+    "deltas/y",
+    "IntegrityError",
+    "sha256 of …\nexpected",
+    1234.5,
+    {"gap_seconds": 0.5},
+)
 EPOCH = Epoch("run-1", 1, "host-1", 1234.5)
 HEAD = Head("run-1", 1, "host-1", 2, SHA)
 DOCUMENTS = {"origin": ORIGIN, "delta": DELTA, "anchor": ANCHOR, "ack": ACK, "epoch": EPOCH, "head": HEAD}
@@ -93,7 +108,15 @@ WRONG = {
     "codec": [5, "", "a b", "x" * 65, ...],
     "prompt_cache": ["some", None, True, ...],
     "created_at": [-1.0, None, "now", 5, True, ...],
-}
+    "metrics": [
+        None, {}, [], "x", {"a": None}, {"a": True}, {"a": "1"}, {"a": {}}, {"a": BIG}, {"a": [1.0]}, {"": 1.0},
+        {"a b": 1.0}, {"a\n": 1.0}, {"x" * 129: 1.0}, {"/a": 1.0}, {f"m{i}": 0.0 for i in range(65)},
+    ],
+    "traceparent": [
+        None, "", 5, [], TRACE + "0", TRACE.upper(), "01" + TRACE[2:], TRACE[:3] + 32 * "0" + TRACE[35:],
+        TRACE[:36] + 16 * "0" + TRACE[52:], TRACE + "\n", 10**6 * "0",
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG.items() for value in values])
@@ -220,6 +243,27 @@ def test_an_anchor_lies_in_its_own_folder():
 def test_a_long_error_is_cut_when_written():
     data = replace(ACK, error="x" * 10_000).to_bytes()
     assert len(Ack.from_bytes(data).error) == 4000
+
+
+def test_numbers_beyond_what_a_float_holds_are_refused():
+    for number in (b"1e999", b"-1e999", b"NaN", b"Infinity", b"9" * 5000):
+        data = DELTA.to_bytes().replace(b'"reward":-0.5', b'"reward":' + number)
+        with pytest.raises(FormatError):
+            Manifest.from_bytes(data)
+    for number in (float("nan"), float("inf")):
+        with pytest.raises(FormatError):
+            replace(DELTA, metrics={"reward": number}).to_bytes()
+
+
+def test_what_is_not_known_is_absent():
+    fields = json.loads(ORIGIN.to_bytes()).keys() | json.loads(replace(ACK, performance={}).to_bytes()).keys()
+    assert not fields & {"metrics", "traceparent", "performance"}
+
+
+@pytest.mark.parametrize("performance", [None, {}, [], {"a": None}, {"a": True}, {"a\n": 1.0}, {"gap_seconds": "1"}])
+def test_an_acknowledgement_has_numbers_or_none(performance):
+    with pytest.raises(FormatError, match="performance"):
+        Ack.from_bytes(changed(ACK, performance=performance))
 
 
 @pytest.mark.parametrize("replica", ["", "a/b", "..", "a b", "x" * 129])

@@ -19,25 +19,27 @@ from delta_sync.signing import load_public_keys, sign
 
 VECTORS = Path(__file__).parent.parent / "vectors"
 GOLDEN = VECTORS / "signed" / "golden-1"
+MEASURED = VECTORS / "signed" / "golden-2"
 RECORDS = {"manifest": Manifest, "anchor": AnchorRecord, "epoch": Epoch, "head": Head}
+FILES = [(GOLDEN, name) for name in RECORDS] + [(MEASURED, "manifest")]
 
 sys.path.insert(0, str(VECTORS))
 from independent_signature import verifies  # noqa: E402
 
 
-@pytest.mark.parametrize("name", RECORDS)
-def test_a_signed_record_reads_writes_and_signs_the_same_bytes(name):
-    data = (GOLDEN / f"{name}.json").read_bytes()
+@pytest.mark.parametrize(("folder", "name"), FILES)
+def test_a_signed_record_reads_writes_and_signs_the_same_bytes(folder, name):
+    data = (folder / f"{name}.json").read_bytes()
     record = RECORDS[name].from_bytes(data)
     assert record.to_bytes() == data
     assert sign(record, SigningKey(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))) == record
-    load_public_keys([str(GOLDEN / "key.pub")]).check(RECORDS[name], data, name)
+    load_public_keys([str(folder / "key.pub")]).check(RECORDS[name], data, name)
 
 
-@pytest.mark.parametrize("name", RECORDS)
-def test_the_signature_follows_from_the_specification(name):
-    public = base64.b64decode((GOLDEN / "key.pub").read_text().removeprefix("ed25519:"))
-    document = json.loads((GOLDEN / f"{name}.json").read_bytes())
+@pytest.mark.parametrize(("folder", "name"), FILES)
+def test_the_signature_follows_from_the_specification(folder, name):
+    public = base64.b64decode((folder / "key.pub").read_text().removeprefix("ed25519:"))
+    document = json.loads((folder / f"{name}.json").read_bytes())
     signature = document.pop("signature")
     assert signature["key"] == hashlib.sha256(public).hexdigest()[:16]
     body = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
@@ -53,3 +55,13 @@ def test_a_signed_vector_of_one_kind_is_none_of_another():
             if other != name:
                 with pytest.raises(SignatureError):
                     keys.check(record, (GOLDEN / f"{name}.json").read_bytes(), name)
+
+
+@pytest.mark.parametrize("change", [{"metrics": {"reward": 1.0}}, {"metrics": ...}, {"traceparent": ...}])
+def test_the_signature_covers_the_numbers_and_the_trace(change):
+    document = json.loads((MEASURED / "manifest.json").read_bytes()) | change
+    document = {field: value for field, value in document.items() if value is not ...}
+    data = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    assert Manifest.from_bytes(data).to_bytes() == data
+    with pytest.raises(SignatureError, match="changed"):
+        load_public_keys([str(MEASURED / "key.pub")]).check(Manifest, data, "manifest")

@@ -22,15 +22,18 @@ def install() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutput
 
-    require(Scheduler, "schedule", "update_from_output")
+    require(Scheduler, "schedule", "update_from_output", "has_unfinished_requests")
     require(EngineCoreOutput, "new_token_ids", "trace_headers")
 
 
-def label_batches(scheduler: Any, label: Callable[[], str], returned: Callable[[str], None]) -> None:
-    """Mark every batch that ``scheduler`` makes from now on with ``label()``; ``returned`` is told it at its end."""
+def label_batches(scheduler: Any, label: Callable[[], str], returned: Callable[[str, bool], None]) -> None:
+    """Mark every batch that ``scheduler`` makes from now on with ``label()``; at its end ``returned`` is told it.
+
+    And whether it gave a token.
+    """
     if hasattr(scheduler, _MARK):
         return
-    require(scheduler, "schedule", "update_from_output")
+    require(scheduler, "schedule", "update_from_output", "has_unfinished_requests")
     schedule, update = scheduler.schedule, scheduler.update_from_output
 
     def schedule_marked(*args: Any, **kwargs: Any) -> Any:
@@ -42,17 +45,17 @@ def label_batches(scheduler: Any, label: Callable[[], str], returned: Callable[[
         clients = update(batch, *args, **kwargs)
         text = getattr(batch, _MARK, None)
         if text is not None:
-            returned(text)
-            for client in clients.values():
-                _mark(client.outputs, text)
+            returned(text, sum(_mark(client.outputs, text) for client in clients.values()) > 0)
         return clients
 
     scheduler.schedule, scheduler.update_from_output = schedule_marked, update_marked
     setattr(scheduler, _MARK, True)
 
 
-def _mark(outputs: list[Any], text: str) -> None:
+def _mark(outputs: list[Any], text: str) -> int:
+    """How many of them have tokens."""
     mine = {LABEL: text}
-    for output in outputs:
-        if output.new_token_ids:
-            output.trace_headers = {**output.trace_headers, **mine} if output.trace_headers else mine
+    with_tokens = [output for output in outputs if output.new_token_ids]
+    for output in with_tokens:
+        output.trace_headers = {**output.trace_headers, **mine} if output.trace_headers else mine
+    return len(with_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,11 @@ def install() -> None:
 def delta_sync_status(self: Any) -> dict[str, Any] | None:
     """Utility: the status, or None if this engine follows no run."""
     return self.delta_sync.status() if _of(self) else None
+
+
+def delta_sync_metrics(self: Any) -> dict[str, Any] | None:
+    """Utility: the status and what was measured, or None if this engine follows no run."""
+    return self.delta_sync.metrics() if _of(self) else None
 
 
 def delta_sync_tensors(self: Any, scan: bool = False) -> Any:
@@ -79,6 +85,7 @@ def delta_sync_pump(self: Any) -> None:
 
 _UTILITIES = (
     delta_sync_status,
+    delta_sync_metrics,
     delta_sync_tensors,
     delta_sync_read_tensor,
     delta_sync_wait,
@@ -99,11 +106,21 @@ def _attach(original: Callable[..., Any]) -> Callable[..., Any]:
         config = find_config(vllm_config.additional_config)
         if config is not None and _of(self) is None:
             _refuse_unsupported(self, vllm_config, config)
+            _trace_as_vllm_does(vllm_config)
             self.delta_sync = _build(self, vllm_config, config)
             self.delta_sync.start()
         return result
 
     return initialize_kv_caches
+
+
+def _trace_as_vllm_does(vllm_config: Any) -> None:
+    """With several API servers vLLM's flag does not reach the engine's process: our spans go there all the same."""
+    endpoint = getattr(vllm_config.observability_config, "otlp_traces_endpoint", None)
+    if endpoint:
+        kind = "OTEL_EXPORTER_OTLP_TRACES_"
+        for name, value in (("ENDPOINT", endpoint), ("PROTOCOL", "grpc"), ("INSECURE", "true")):  # vLLM's own defaults
+            os.environ.setdefault(kind + name, value)
 
 
 def _build(core: Any, vllm_config: Any, config: Any) -> Any:
@@ -172,11 +189,17 @@ def _salt(original: Callable[..., Any]) -> Callable[..., Any]:
 def _ready_before(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _of(self):
-            batches.label_batches(self.scheduler, self.delta_sync.label, lambda label: _tell_vllm(self, label))
+            batches.label_batches(self.scheduler, self.delta_sync.label, lambda *batch: _returned(self, *batch))
             self.delta_sync.main.pump()
         return original(self, *args, **kwargs)
 
     return step
+
+
+def _returned(core: Any, label: str, tokens: bool) -> None:
+    _tell_vllm(core, label)
+    if tokens:
+        core.delta_sync.outputs.returned(core.scheduler.has_unfinished_requests())
 
 
 def _tell_vllm(core: Any, label: str) -> None:

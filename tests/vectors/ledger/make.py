@@ -2,6 +2,7 @@
 
 ``golden-1``: two trainers: epoch 1 publishes versions 1 to 3, and a late version 4 that loses; epoch 2 resumes with
 version 4. ``golden-2``: one trainer's versions 1 to 4, an anchor of the first, and a fold from there to version 4.
+``golden-3``: versions 1 and 2 with the training log's numbers and a trace context, and an acknowledgement with its own.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class Golden:
         claim = Epoch(RUN, epoch, writer, 1000.0 * epoch)
         self.store.create(claim.key, claim.to_bytes())
 
-    def manifest(self, parent: Manifest | None, old: Bits | None, new: Bits, extra: dict[str, object]) -> Manifest:
+    def manifest(
+        self, parent: Manifest | None, old: Bits | None, new: Bits, extra: dict[str, object], **about: object
+    ) -> Manifest:
         version = parent.version + 1 if parent else 1
         names = [] if old is None else [name for name in sorted(new) if not np.array_equal(old[name], new[name])]
         deltas = [diff(name, dtype(DTYPES[name]), SHAPES[name], old[name], new[name]) for name in names]
@@ -86,6 +89,7 @@ class Golden:
             state_digest=state_digest(every), model_fingerprint=model_fingerprint(every),
             changed_elements=sum(delta.changed for delta in deltas), total_elements=12,
             codec=DEFAULT_CODEC if deltas else None, prompt_cache="all", created_at=1000.5 + version, extra=extra,
+            **about,
         )  # fmt: skip
         self.store.create(manifest.key, manifest.to_bytes())
         hint = Head(RUN, self.epoch, self.writer, version, manifest.sha256)
@@ -171,7 +175,27 @@ def make_folded(folder: Path) -> None:
     (folder / "expected.json").write_text(json.dumps(expected, indent=1, ensure_ascii=False) + "\n")
 
 
+def make_measured(folder: Path) -> None:
+    golden = Golden(folder / "run")
+    golden.claim(1, "trainer-a")
+    before = bits_of(FIRST)
+    after = {**before, "scale": before["scale"] ^ np.uint8(1)}
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    first = golden.manifest(None, None, before, {}, traceparent=trace)
+    golden.anchor(first, before)
+    numbers = {"reward": -0.25, "loss": 1e-07, "rewards/letters_placed/mean": 0.5, "num_tokens": 4096}
+    newest = golden.manifest(first, before, after, {}, metrics=numbers, traceparent=trace)
+    performance = {
+        "noticed_seconds": 0.2, "stage_seconds": 0.05, "commit_seconds": 0.001, "served_seconds": 0.3,
+        "gap_seconds": 0.02, "fetched_bytes": 510,
+    }  # fmt: skip
+    ack = Ack("replica-0", 2, newest.sha256, 1, "live", None, None, None, None, 3000.0, performance)
+    golden.store.put(ack.key, ack.to_bytes())
+    expected = {"newest": newest.sha256, "versions": golden.expected, "dtypes": DTYPES, "shapes": SHAPES}
+    (folder / "expected.json").write_text(json.dumps(expected, indent=1, ensure_ascii=False) + "\n")
+
+
 if __name__ == "__main__":
     target = Path(sys.argv[1])
     target.mkdir(parents=True)
-    {"golden-1": make, "golden-2": make_folded}[target.name](target)
+    {"golden-1": make, "golden-2": make_folded, "golden-3": make_measured}[target.name](target)

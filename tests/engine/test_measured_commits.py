@@ -1,0 +1,89 @@
+"""What a coordinator counts and acknowledges while it takes, refuses, rolls back and audits versions."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+from test_coordinator import anchor, replica_of, trainer, uri, weights  # noqa: F401 (fixtures)
+
+
+def measures(replica: Any) -> dict[str, Any]:
+    return replica.coordinator.status.measures.to_dict()
+
+
+def failures(replica: Any) -> dict[str, int]:
+    return {kind: count for kind, count in measures(replica)["failures"].items() if count}
+
+
+def acknowledged(replica: Any, version: int) -> Any:
+    """What the bucket says of it; soon, as clients come first."""
+    deadline = time.monotonic() + 10
+    while (ack := replica.ledger.acknowledgements().get("r")) is None or ack.version != version:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return ack
+
+
+def test_a_commits_numbers_are_in_the_acknowledgement_and_counted(trainer: Any, replica_of: Any) -> None:  # noqa: F811
+    replica = replica_of().start()
+    trainer.origin()
+    replica.wait_version(1)
+    adopted = acknowledged(replica, 1).performance
+    assert adopted.keys() == {"noticed_seconds", "served_seconds"}
+    trainer.step(0)
+    replica.wait_version(2)
+    numbers = acknowledged(replica, 2).performance
+    assert numbers.keys() == {
+        "noticed_seconds", "stage_seconds", "commit_seconds", "served_seconds", "fetched_bytes",
+    }, "nothing is generated, so there is no gap"  # fmt: skip
+    assert 0 < numbers["commit_seconds"] < numbers["served_seconds"]
+    assert replica.status["performance"] == numbers
+    counted = measures(replica)
+    assert sum(counted["histograms"]["commit_seconds"]["counts"]) == 1
+    assert sum(counted["histograms"]["noticed_seconds"]["counts"]) == 2
+    assert counted["histograms"]["commit_seconds"]["sum"] == numbers["commit_seconds"]
+    assert counted["changed_elements"] > 0
+    assert failures(replica) == {}
+
+
+def test_outputs_around_a_commit_give_the_gap(trainer: Any, replica_of: Any) -> None:  # noqa: F811
+    replica = replica_of().start()
+    trainer.origin()
+    replica.wait_version(1)
+    clock = replica.live.outputs
+    replica.main.run(lambda: clock.returned(True))
+    version = trainer.step(1).version
+    replica.wait_version(version)
+    assert replica.status["version"] == version, "served before the outputs that are waited for"
+    for _ in range(2):
+        replica.main.run(lambda: clock.returned(True))
+    assert acknowledged(replica, version).performance["gap_seconds"] > 0
+
+
+def test_failures_are_counted_once_by_their_kind(trainer: Any, replica_of: Any, weights: Any) -> None:  # noqa: F811
+    replica = replica_of(poll=0.01).start()
+    trainer.origin()
+    replica.wait_version(1)
+    bad = trainer.step(1, corrupt="content")
+    replica.wait("a refusal", lambda s: s["refusal"])
+    assert replica.status["lag_seconds"] > 0
+    time.sleep(1.5)  # tried again meanwhile
+    assert failures(replica) == {"IntegrityError": 1}
+    anchor(trainer, bad)
+    replica.wait_version(2)
+    assert acknowledged(replica, 2).performance["served_seconds"] > 1.5
+    assert replica.status["lag_seconds"] == 0
+    replica.executor.ranks[1].fail = {"commit"}
+    trainer.step(2)
+    replica.wait("a rollback", lambda s: s["rollbacks"])
+    replica.executor.ranks[1].fail = set()
+    replica.wait_version(3)
+    assert failures(replica)["RolledBack"] >= 1
+    before = measures(replica)["audits"]
+    replica.executor.ranks[0].live["w"] ^= np.uint16(1)
+    replica.coordinator.scan()
+    replica.wait("poison", lambda s: s["state"] == "poisoned")
+    assert measures(replica)["audits"]["failed"] == before["failed"] + 1
+    assert failures(replica)["IntegrityError"] == 2

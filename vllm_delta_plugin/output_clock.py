@@ -1,0 +1,46 @@
+"""How long clients wait for a token around a commit: the time between the engine's outputs, watched for a moment."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+_WATCHED = 2  # gaps after a commit's begin: to the first output after it, and to the next, which it may have slowed
+PATIENCE = 0.25  # seconds in which those outputs come, where they come at all
+
+
+class OutputClock:
+    """Told of outputs and commits on the engine's thread; ``gap`` is for the coordinator's."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None  # when the last output came, while more are to come
+        self._left = 0
+        self._longest: float | None = None
+        self._settled = threading.Event()
+        self._settled.set()
+
+    def returned(self, more: bool) -> None:
+        """A batch gave tokens; ``more``: requests are left, so that the time to the next output says something."""
+        now = time.perf_counter()
+        if self._left and self._last is not None:
+            self._longest = max(self._longest or 0.0, now - self._last)
+            self._left -= 1
+        self._last = now if more else None
+        if not self._left or not more:
+            self._left = 0
+            self._settled.set()
+
+    def commit(self) -> None:
+        """A commit begins now: while nothing is being generated there is no gap to measure."""
+        self._longest = None
+        self._left = 0 if self._last is None else _WATCHED
+        if self._left:
+            self._settled.clear()
+
+    def gap(self, timeout: float = PATIENCE) -> float | None:
+        """The longest seconds between two outputs around the last commit; None where no two came around it.
+
+        Waits up to ``timeout`` seconds for the outputs after it, not at all while nothing is generated.
+        """
+        self._settled.wait(timeout)
+        return self._longest

@@ -16,6 +16,7 @@ from delta_sync.cli.keygen import keygen
 from delta_sync.cli.ledger import ledger
 from delta_sync.cli.materialize import materialize
 from delta_sync.cli.mirror import mirror
+from delta_sync.cli.reset import reset
 from delta_sync.cli.verify import verify
 
 app = typer.Typer(
@@ -25,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in (
-    ledger, inspect, diff, verify, materialize, apply, pin, unpin, rollback, reload, compact, gc, mirror, doctor,
+    ledger, inspect, diff, verify, materialize, apply, pin, unpin, rollback, reload, reset, compact, gc, mirror, doctor,
     keygen, bench,
 ):  # fmt: skip
     app.command()(command)

@@ -29,10 +29,10 @@ def bench(
     public_key: PublicKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bytes a changed element and encode and decode speed, of our codecs and the peers' layouts, on one machine.
+    """Bytes a changed element and encode and decode speed, of our codecs and the peers' layouts.
 
-    Encode is from old and new weights to bytes, decode from bytes to positions and new bits; GB/s are of dense weights.
-    Each is decoded and compared before it counts. Of a run a version's delta is taken, which holds two models in memory.
+    Encode is from old and new weights to bytes, decode from bytes to positions and bits; GB/s are of dense weights.
+    Each is decoded and compared before it counts. Of a run a version is taken, which holds two models in memory.
     """
     if len(what) > 2:
         raise typer.BadParameter("two checkpoints, or one version of a run", param_hint="CKPT_A CKPT_B")

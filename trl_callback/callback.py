@@ -14,6 +14,7 @@ from trl_callback.http import Server
 from trl_callback.metrics import Metrics, add_to_logs, log_first
 from trl_callback.ranks import is_main, many_ranks
 from trl_callback.rollout_client import RolloutClient
+from trl_callback.rollout_parity import batch_parity, warn_once_without
 from trl_callback.serving_image import compute_dtype
 from trl_callback.session import Session, Subject
 from trl_callback.status_client import StatusClient
@@ -39,6 +40,7 @@ class DeltaSyncCallback(TrainerCallback):
         self._state = TrainerState()
         self._model: Any = None
         self._processing_class: Any = None
+        self._warned_of_parity = False
 
     # What the trainer calls.
 
@@ -72,6 +74,9 @@ class DeltaSyncCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Leave the step's changes to the publisher; raise here whatever stopped it."""
         self._open().step_done(state.global_step)
+        every = self.config.parity_every
+        if every and state.global_step % every == 0 and is_main():
+            self._record_parity()
 
     def on_log(
         self,
@@ -121,6 +126,12 @@ class DeltaSyncCallback(TrainerCallback):
         session, self._session = self._session, None
         if session is not None:
             session.close()
+
+    def _record_parity(self) -> None:
+        found = batch_parity(enclosing_trainer(self))
+        self._warned_of_parity = warn_once_without(found, self._warned_of_parity)
+        if found is not None:
+            self.metrics.record(parity_k3_mean=found.k3_mean, parity_k3_max=found.k3_max)
 
     def _sync_again(self) -> None:
         """Rank 0's client found the server away and back: is what it serves still recent enough?"""

@@ -16,6 +16,7 @@ from delta_sync.cli.keygen import keygen
 from delta_sync.cli.ledger import ledger
 from delta_sync.cli.materialize import materialize
 from delta_sync.cli.mirror import mirror
+from delta_sync.cli.parity import parity
 from delta_sync.cli.reset import reset
 from delta_sync.cli.verify import verify
 
@@ -27,6 +28,6 @@ app = typer.Typer(
 )
 for command in (
     ledger, inspect, diff, verify, materialize, apply, pin, unpin, rollback, reload, reset, compact, gc, mirror, doctor,
-    keygen, bench,
+    keygen, parity, bench,
 ):  # fmt: skip
     app.command()(command)

@@ -16,7 +16,7 @@ from delta_sync.cli.run import PublicKey, checked_uri, open_ledger, split_versio
 from delta_sync.cli.weights import rebuild
 from delta_sync.errors import ChainError
 from delta_sync.ledger import Ledger
-from delta_sync.manifest import AnchorRecord
+from delta_sync.manifest import AnchorRecord, Manifest
 from delta_sync.store.keys import anchor_folder
 
 
@@ -40,28 +40,37 @@ def materialize(
 
 def _report(ledger: Ledger, version: int | None, folder: Path) -> Report:
     target = version_of(ledger, version)
-    plan, weights = rebuild(ledger, target)
-    if plan.anchor is None:
-        raise ChainError(f"version {target.version}", expected="an anchor at or below it", got="none")
-    names = write_checkpoint(folder, weights, target.state_digest, _others(ledger, plan.anchor))
+    anchor, deltas, names = write_version(ledger, target, folder)
     total = sum((folder / name).stat().st_size for name in names)
     document: dict[str, object] = {
         "uri": ledger.store.uri,
         "version": target.version,
-        "anchor": plan.anchor.version,
-        "deltas": len(plan.deltas),
+        "anchor": anchor.version,
+        "deltas": deltas,
         "state_digest": target.state_digest,
         "folder": str(folder),
         "files": names,
         "bytes": total,
     }
     done = f"version {target.version} in {folder}: {many(len(names), 'file')}, {size(total)}"
-    start = f"from the anchor of version {plan.anchor.version} and {many(len(plan.deltas), 'delta')}"
+    start = f"from the anchor of version {anchor.version} and {many(deltas, 'delta')}"
     how = f"{start}; state digest {target.state_digest[:16]} proven"
     if "config.json" in names:
         return Report(document, [done, how], FINE)
     lacking = "the anchor has no config.json: put the model's config and tokenizer beside the weights"
     return Report(document, [done, how], FINE, [lacking])
+
+
+def write_version(ledger: Ledger, target: Manifest, folder: Path) -> tuple[AnchorRecord, int, list[str]]:
+    """Write a version's checkpoint; the anchor it began at, the deltas after that, the files' names.
+
+    ChainError without an anchor.
+    """
+    plan, weights = rebuild(ledger, target)
+    if plan.anchor is None:
+        raise ChainError(f"version {target.version}", expected="an anchor at or below it", got="none")
+    names = write_checkpoint(folder, weights, target.state_digest, _others(ledger, plan.anchor))
+    return plan.anchor, len(plan.deltas), names
 
 
 def _others(ledger: Ledger, anchor: AnchorRecord) -> Iterator[tuple[str, bytes]]:

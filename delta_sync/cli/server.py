@@ -54,10 +54,16 @@ def checked_servers(urls: Sequence[str]) -> list[str]:
 
 
 def ask(
-    method: str, server: str, path: str, key: str | None, timeout: float, body: dict[str, Any] | None = None
+    method: str,
+    server: str,
+    path: str,
+    key: str | None,
+    timeout: float,
+    body: dict[str, Any] | None = None,
+    **more: str,
 ) -> Answer:
     """Send one request and wait ``timeout`` seconds, and a little more; never raises for what a server does."""
-    headers = {"x-delta-sync-timeout": f"{timeout:g}", "Content-Type": "application/json"}
+    headers = {"x-delta-sync-timeout": f"{timeout:g}", "Content-Type": "application/json", **more}
     if key:
         headers["Authorization"] = f"Bearer {key}"
     data = None if method == "GET" else json.dumps(body or {}).encode()

@@ -64,7 +64,7 @@ def parity(
     scoring = _scoring()
     [url] = checked_servers([server])
     asked = [*(prompt or ()), *(prompts.read_text().splitlines() if prompts else ())] or list(PROMPTS)
-    if not Path(what).is_dir():
+    if not _is_checkpoint(what):
         checked_uri(split_version(what)[0])
     how = _How(url, os.environ.get(API_KEY) or None, dtype, device, tokens, seed, timeout)
     finish(as_json, lambda: _report(what, how, asked, public_key, scoring, fail_above))
@@ -149,10 +149,15 @@ def _doubts(document: dict[str, Any], failed: bool, fail_above: float | None) ->
     return doubts
 
 
+def _is_checkpoint(what: str) -> bool:
+    """A run may be a local folder too, but has no weights at its top."""
+    return any(Path(what).glob("*.safetensors"))
+
+
 @contextmanager
 def _checkpoint(what: str, status: dict[str, Any], keys: list[str] | None) -> Iterator[tuple[Path, int | None]]:
     """A folder for from_pretrained, and which version that is."""
-    if Path(what).is_dir():
+    if _is_checkpoint(what):
         yield Path(what), None
         return
     uri, version = split_version(what)

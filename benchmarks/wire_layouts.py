@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from layouts import LAYOUTS, Changed, Layout, changed_elements
+
+from delta_sync.peer_layouts import LAYOUTS, Changed, Layout, changed_elements
 
 if TYPE_CHECKING:
     from real_deltas import Change
@@ -65,7 +66,8 @@ def compare(changes: Sequence[Changed], elements: int) -> dict[str, object]:
     changed = sum(c.positions.size for c in changes)
     rows = [measure(layout, changes, 2 * elements) for layout in LAYOUTS]
     rows.append({"layout": "raw: every element", "bytes": 2 * elements, "bytes_per_changed": 2 * elements / changed})
-    trl, ours = (rows[i]["bytes_per_changed"] for i in (0, len(LAYOUTS) - 1))
+    sizes = {row["layout"].split(":")[0]: row["bytes_per_changed"] for row in rows if "context" not in row["layout"]}
+    trl, ours = sizes["TRL"], sizes["ours"]
     return {
         "elements": elements,
         "changed": changed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import struct
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -215,7 +216,7 @@ def _shards(ledger: Ledger, record: AnchorRecord, wanted: set[str]) -> list[Obje
     return [ref for ref in shards if ref.key.rpartition("/")[2] in files]
 
 
-def parse_shard(data: bytes, what: str, limits: Limits) -> Iterator[Tensor]:
+def parse_shard(data: bytes | mmap.mmap, what: str, limits: Limits) -> Iterator[Tensor]:
     """The tensors of one safetensors file's bytes, as views into them; FormatError for anything out of order."""
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > min(limits.header_bytes, len(data) - 8):

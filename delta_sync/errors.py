@@ -54,6 +54,12 @@ class ConflictError(DeltaSyncError):
     action = "stop"
 
 
+class ResetError(ConflictError):
+    """An operator had the chain forgotten: whoever has all the weights goes on with an origin in a new epoch."""
+
+    action = "begin again"
+
+
 class StoreError(DeltaSyncError):
     """The store did not do what was asked: try again later."""
 

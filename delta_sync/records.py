@@ -52,7 +52,10 @@ class Head(Signable):
 
 @dataclass(frozen=True)
 class Epoch(Signable):
-    """``epochs/{epoch:06d}.json``: one writer's claim, created once and never replaced."""
+    """``epochs/{epoch:06d}.json``: one writer's claim, created once and never replaced.
+
+    ``reset``: an operator's, who publishes nothing: the next version is an origin with complete weights.
+    """
 
     RECORD = "epoch"
 
@@ -60,6 +63,7 @@ class Epoch(Signable):
     epoch: int
     writer: str
     created_at: float  # unix seconds, information only
+    reset: bool = False
     signature: Signature | None = None
 
     @property
@@ -68,8 +72,9 @@ class Epoch(Signable):
         return epoch_key(self.epoch)
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON."""
-        return dumps(record_json(self))
+        """Canonical JSON; a trainer's claim says nothing of resets."""
+        values = record_json(self)
+        return dumps(values if self.reset else {name: values[name] for name in values if name != "reset"})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Epoch:
@@ -81,6 +86,7 @@ class Epoch(Signable):
             epoch=fields.integer("epoch", 1, MAX_EPOCH),
             writer=fields.name("writer"),
             created_at=fields.number("created_at"),
+            reset=fields.value.get("reset", False) is True,
             signature=read_signature(fields),
         )
 

@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import re
-import socket
 import threading
 import time
-import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from delta_sync import tracing
 from delta_sync.anchor_writer import AnchorUpload, Content, attach_anchor
+from delta_sync.claims import claim_epoch, create_or_read, default_writer, reset_pending
 from delta_sync.digest import model_fingerprint, state_digest
-from delta_sync.errors import ChainError, ConflictError, FormatError, IntegrityError, NotFoundError, StoreError
+from delta_sync.errors import (
+    ChainError,
+    ConflictError,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    ResetError,
+    StoreError,
+)
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import AnchorRecord, Kind, Manifest, ObjectRef, PromptCache, TensorState
 from delta_sync.plan import Position
@@ -34,7 +39,6 @@ from delta_sync.store.keys import HEAD, delta_key, manifest_prefix, parse_manife
 if TYPE_CHECKING:
     from delta_sync.keys import SigningKey
 
-CLAIM_ATTEMPTS = 100
 log = logging.getLogger(__name__)
 
 
@@ -42,6 +46,7 @@ class Writer:
     """Commits the versions of one epoch; calls from several threads are taken one at a time.
 
     ``previous`` is the version that this epoch continues, ``head`` the newest committed one (None in an empty run).
+    ``after_reset``: an operator had the chain forgotten, so the origin that comes now is to get complete weights.
     ``head_error`` is why the HEAD hint could not be written last time, or None; the next commit writes it again.
     With ``key`` every record that it writes is signed.
     """
@@ -56,6 +61,7 @@ class Writer:
     ) -> None:
         self.ledger, self.claim, self.previous, self.head = ledger, claim, previous, previous
         self.head_error: StoreError | None = None
+        self.after_reset = reset_pending(ledger, previous.epoch if previous else 0, claim.epoch)
         self._key = key
         self._base = base  # where the next version attaches; known even if the manifest there cannot be read
         self._attempt: Epoch | None = None  # a claim whose answer was lost
@@ -71,7 +77,7 @@ class Writer:
         Where the run's newest version is damaged, or not signed with a key that ``ledger`` pins, ``previous`` is None
         and an origin goes on after it.
         """
-        claim = _claim_epoch(ledger, run, writer or default_writer(), key)
+        claim = claim_epoch(ledger, run, writer or default_writer(), key)
         try:
             previous = ledger.head()
         except (ChainError, FormatError, IntegrityError) as error:
@@ -260,7 +266,7 @@ class Writer:
     def _create(self, manifest: Manifest) -> Manifest:
         """Sign the manifest and make it durable, whatever became of an earlier attempt to."""
         manifest = sign(manifest, self._key)
-        existing = _create_or_read(self._store, manifest.key, manifest.to_bytes(), self.ledger.limits.manifest_bytes)
+        existing = create_or_read(self._store, manifest.key, manifest.to_bytes(), self.ledger.limits.manifest_bytes)
         if existing is None:
             return manifest
         earlier = _parse_or_none(existing)
@@ -268,7 +274,7 @@ class Writer:
             return earlier  # an earlier attempt whose answer was lost had succeeded
         # Lost too, but with other contents: the caller has moved on. A higher epoch takes this version over.
         self._attempt = sign(Epoch(self.run, self.epoch + 1, self.writer, time.time()), self._key)
-        if _create_or_read(self._store, self._attempt.key, self._attempt.to_bytes(), RECORD_BYTES) is not None:
+        if create_or_read(self._store, self._attempt.key, self._attempt.to_bytes(), RECORD_BYTES) is not None:
             self._check_fence()
         self.claim = self._attempt
         return self._create(replace(manifest, epoch=self.epoch))
@@ -281,6 +287,8 @@ class Writer:
         """ConflictError if our claim is gone, or another writer claimed a newer epoch or committed the same version."""
         self._check_own_claim(manifest)
         while (newer := self._claim_after(self.epoch, manifest)) is not None:
+            if newer.reset:
+                raise self._reset(newer, manifest)
             if newer != self._attempt:
                 raise self._taken_over(f"writer {newer.writer!r}, who claimed epoch {newer.epoch}", manifest)
             self.claim = newer
@@ -290,6 +298,16 @@ class Writer:
             name = parse_manifest_key(info.key)
             if name and name.epoch >= self.epoch and name.writer != self.writer:
                 raise self._taken_over(f"writer {name.writer!r}, who committed {name.key}", manifest)
+
+    def _reset(self, claim: Epoch, manifest: Manifest | None) -> ConflictError:
+        """ResetError, unless another writer goes on behind the reset already."""
+        while (newer := self._claim_after(claim.epoch, manifest)) is not None:
+            if not newer.reset:
+                return self._taken_over(f"writer {newer.writer!r}, who claimed epoch {newer.epoch}", manifest)
+            claim = newer
+        got = f"a reset, epoch {claim.epoch}"
+        return ResetError(f"run {self.run}", expected=f"epoch {self.epoch} to go on", got=got,
+                          remedy="open the run again: the next version is an origin")  # fmt: skip
 
     def _check_own_claim(self, manifest: Manifest | None) -> None:
         """A folder that was emptied or replaced under us holds another run: readers would never see our versions."""
@@ -323,12 +341,6 @@ class Writer:
         )
 
 
-def default_writer() -> str:
-    """A name for this process that no other has: host, process id and a random part."""
-    host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname()).strip("-")[:30] or "host"
-    return f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-
-
 def _object_refs(version: int, epoch: int, objects: Sequence[bytes | ObjectRef]) -> Iterator[ObjectRef]:
     for data in objects:
         yield data if isinstance(data, ObjectRef) else object_ref(version, epoch, data)
@@ -340,55 +352,8 @@ def object_ref(version: int, epoch: int, data: bytes) -> ObjectRef:
     return ObjectRef(delta_key(version, epoch, sha256), len(data), sha256)
 
 
-def _claim_epoch(ledger: Ledger, run: str | None, writer: str, key: SigningKey | None) -> Epoch:
-    """Create the claim of the first free epoch."""
-    for _ in range(CLAIM_ATTEMPTS):
-        epochs = ledger.epochs()
-        kept = _kept_run(ledger, epochs)
-        if run is not None and kept not in (None, run):
-            raise ConflictError("run", expected=run, got=f"{kept} in that store", remedy="use another folder or run")
-        claim = sign(Epoch(kept or run or uuid.uuid4().hex, max(epochs, default=0) + 1, writer, time.time()), key)
-        Epoch.from_bytes(claim.to_bytes())  # FormatError for a name that no key can carry
-        if _create_or_read(ledger.store, claim.key, claim.to_bytes(), RECORD_BYTES) is None:
-            return claim
-    got = f"{CLAIM_ATTEMPTS} numbers taken by others"
-    raise ConflictError("claim of an epoch", expected="a free number", got=got, remedy="stop the other publishers")
-
-
-def _kept_run(ledger: Ledger, epochs: Sequence[int]) -> str | None:
-    """The run's name, by the newest claim that can be read; None in an empty store, FormatError if none can."""
-    damage: FormatError | IntegrityError | None = None
-    for epoch in reversed(epochs):
-        try:
-            return ledger.epoch(epoch).run
-        except (FormatError, IntegrityError) as error:
-            damage = error
-    if damage is not None:
-        raise damage
-    return None
-
-
 def _parse_or_none(data: bytes) -> Manifest | None:
     try:
         return Manifest.from_bytes(data)
     except FormatError:
         return None
-
-
-def _create_or_read(store: Store, key: str, data: bytes, max_bytes: int) -> bytes | None:
-    """None if the object under ``key`` is now ``data``, else what it is; reads back where the answer is unclear."""
-    try:
-        store.create(key, data)
-    except (ConflictError, StoreError) as error:
-        try:
-            existing = store.get(key, max_bytes=max_bytes)
-        except NotFoundError:
-            raise _as_store_error(key, error) from error
-        return None if existing == data else existing
-    return None
-
-
-def _as_store_error(key: str, error: ConflictError | StoreError) -> StoreError:
-    if isinstance(error, StoreError):
-        return error
-    return StoreError(f"object {key}", expected="the object that is said to exist", got="none", remedy="try again")

@@ -15,6 +15,7 @@ from trl_callback.http import Server
 from trl_callback.metrics import Metrics, add_to_logs, log_first
 from trl_callback.ranks import is_main, many_ranks
 from trl_callback.rollout_client import RolloutClient
+from trl_callback.rollout_parity import batch_parity, warn_once_without
 from trl_callback.serving_image import compute_dtype
 from trl_callback.session import Session, Subject
 from trl_callback.status_client import StatusClient
@@ -42,6 +43,7 @@ class DeltaSyncCallback(TrainerCallback):
         self._processing_class: Any = None
         self._optimizing_since = 0.0  # unix time
         self._optimized: tuple[float, float] | None = None
+        self._warned_of_parity = False
 
     # What the trainer calls.
 
@@ -88,6 +90,9 @@ class DeltaSyncCallback(TrainerCallback):
         """Leave the step's changes to the publisher; raise here whatever stopped it."""
         optimized, self._optimized = self._optimized, None
         self._open().step_done(state.global_step, optimized)
+        every = self.config.parity_every
+        if every and state.global_step % every == 0 and is_main():
+            self._record_parity()
 
     def on_log(
         self,
@@ -137,6 +142,12 @@ class DeltaSyncCallback(TrainerCallback):
         session, self._session = self._session, None
         if session is not None:
             session.close()
+
+    def _record_parity(self) -> None:
+        found = batch_parity(enclosing_trainer(self))
+        self._warned_of_parity = warn_once_without(found, self._warned_of_parity)
+        if found is not None:
+            self.metrics.record(parity_k3_mean=found.k3_mean, parity_k3_max=found.k3_max)
 
     def _sync_again(self) -> None:
         """Rank 0's client found the server away and back: is what it serves still recent enough?"""

@@ -71,8 +71,9 @@ class Chain:
         key: SigningKey | None = None,
     ) -> None:
         self._ledger, self._snapshot, self._config, self._sidecars = ledger, snapshot, config, sidecars
-        self._writer = Writer.open(ledger, run=config.run, writer=config.writer, key=key)
-        self.previous = self._writer.previous
+        self._key = key
+        self._writer = self._open()
+        self.previous, self.after_reset = self._writer.previous, self._writer.after_reset
         self._published: list[Published] = []
         self._kept: OrderedDict[int, tuple[Manifest, tuple[bytes | ObjectRef, ...]]] = OrderedDict()
         self._bytes = self._anchored_bytes = 0  # of all deltas of this epoch, of those up to the newest anchor
@@ -80,6 +81,13 @@ class Chain:
         self._job_bytes = 0
         self._anchored: int | None = None
         self._old: tuple[str, ...] = ()  # keys that are about to be deleted
+        self._manifest = self._origin(step)
+
+    def _open(self) -> Writer:
+        return Writer.open(self._ledger, run=self._config.run, writer=self._config.writer, key=self._key)
+
+    def _origin(self, step: int) -> Manifest:
+        snapshot = self._snapshot
         state = snapshot.digest_with({})
         trace = tracing.begin("delta_sync.publish", step=step)
         with trace.current():
@@ -87,12 +95,19 @@ class Chain:
                 "origin", (step, step), snapshot.states, state, changed=0, traceparent=trace.traceparent
             )
         trace.end(run=origin.run, version=origin.version)
-        self._manifest = origin
+        return origin
+
+    def begin_again(self) -> None:
+        """After a reset: go on in a new epoch, with an origin of what was published last; StoreError: call it again."""
+        self.abandon_anchor()
+        self._writer = self._open()
+        self._manifest = self._origin(self.newest.step)
+        self._anchored, self._anchored_bytes = self._manifest.version, self._bytes
 
     @property
     def epoch(self) -> int:
         """The epoch this trainer claimed."""
-        return self._manifest.epoch
+        return self._writer.epoch
 
     @property
     def newest(self) -> Published:
@@ -111,8 +126,9 @@ class Chain:
 
     def by_version(self, version: int) -> Published | None:
         """This epoch's ``version``, None if it has no such version."""
-        index = version - self._published[0].version
-        return self._published[index] if 0 <= index < len(self._published) else None
+        index = bisect_left(self._published, version, key=lambda published: published.version)
+        found = self._published[index] if index < len(self._published) else None
+        return found if found is not None and found.version == version else None
 
     def prepare(self, changes: ChangeSet) -> Attempt:
         """Encode changes to the snapshot as the object of the next version."""

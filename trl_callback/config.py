@@ -52,6 +52,7 @@ class DeltaSyncConfig:
     generate_timeout: float = 1800.0  # one batch of completions
     poll_interval: float = 0.05
     refusal_grace: float = 2.0  # a refusal standing this long after a remedy gets the next remedy
+    parity_every: int = 0  # optimizer steps between looks at how far trainer and server are apart; 0: never
     progress: bool | None = None  # None: only on a terminal
 
     def __post_init__(self) -> None:
@@ -61,7 +62,7 @@ class DeltaSyncConfig:
         if self.ack_uri is not None:
             _require("ack_uri", isinstance(self.ack_uri, str), "None or a URI", self.ack_uri)
             check_uri(self.ack_uri)
-        for name in ("max_staleness", "anchor_every"):
+        for name in ("max_staleness", "anchor_every", "parity_every"):
             _require_integer(name, getattr(self, name), least=0)
         _require_integer("publish_every", self.publish_every, least=1)
         if self.keep_anchors is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from delta_sync import tracing
-from delta_sync.errors import DeltaSyncError, StoreError, SyncTimeoutError
+from delta_sync.errors import DeltaSyncError, ResetError, StoreError, SyncTimeoutError
 from trl_callback.chain import Attempt, Chain, Published
 from trl_callback.changes import ChangeSet, rebase
 from trl_callback.config import DeltaSyncConfig
@@ -55,6 +55,7 @@ class Publisher:
         self._attempt: Attempt | None = None  # of what is in flight; the thread's own
         self._refusals: dict[str, Refusal] = {}
         self.anchor_wanted = self._anchor_urgent = False
+        self._must_begin_again = False
         self._aside_is_next = True  # versions and what else there is to do take turns
         self.trim_due = False
         self._anchor_failed_at: int | None = None  # the newest version then
@@ -197,6 +198,8 @@ class Publisher:
             return None
 
     def _due_job(self) -> Job | None:
+        if self._must_begin_again:
+            return self._begin_again
         if self._refusals:
             return self._heal
         if self.anchor_wanted and self._anchor_urgent:
@@ -215,6 +218,9 @@ class Publisher:
         except StoreError as error:
             self._job_ends = None
             self._pause_after(error)
+        except ResetError as error:
+            self._must_begin_again = True
+            logger.warning("delta-sync: %s", error)
         else:
             self._failing_since = self.last_error = None
         finally:
@@ -235,6 +241,14 @@ class Publisher:
         self.last_error = error
         self._metrics.record(store_failures=1)
         logger.warning("delta-sync: %s; trying again", error)
+
+    def _begin_again(self) -> None:
+        """An operator had the chain forgotten: an origin, complete weights, then what was about to be published."""
+        self._chain.begin_again()
+        with self._changed:
+            self._attempt, self._must_begin_again = None, False  # it was coded for a version that is the origin's now
+            self.anchor_wanted = self._anchor_urgent = True
+            self._changed.notify_all()
 
     def _publish(self) -> None:
         start = time.monotonic()

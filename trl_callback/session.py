@@ -111,8 +111,8 @@ class Session:
         state = snapshot.digest_with({})
         same = live is not None and (live.state_digest, live.model_fingerprint) == (state, snapshot.fingerprint)
         continues = chain.newest.version > 1 and (chain.previous is None or chain.previous.state_digest != state)
-        if not same or continues:
-            self._publisher.want_anchor(urgent=not same)
+        if not same or continues or chain.after_reset:
+            self._publisher.want_anchor(urgent=not same or chain.after_reset)
 
     def step_done(self, step: int, optimizer: Interval | None = None) -> None:
         """After an optimizer step: leave its changes to the publisher, every ``publish_every`` steps.

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import typer
 
+from delta_sync.cli.apply import apply
+from delta_sync.cli.bench import bench
 from delta_sync.cli.compact import compact
+from delta_sync.cli.control import pin, reload, rollback, unpin
+from delta_sync.cli.diff import diff
 from delta_sync.cli.doctor import doctor
 from delta_sync.cli.gc import gc
 from delta_sync.cli.inspect import inspect
@@ -12,6 +16,8 @@ from delta_sync.cli.keygen import keygen
 from delta_sync.cli.ledger import ledger
 from delta_sync.cli.materialize import materialize
 from delta_sync.cli.mirror import mirror
+from delta_sync.cli.parity import parity
+from delta_sync.cli.reset import reset
 from delta_sync.cli.verify import verify
 
 app = typer.Typer(
@@ -20,5 +26,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (ledger, inspect, verify, materialize, compact, gc, mirror, doctor, keygen):
+for command in (
+    ledger, inspect, diff, verify, materialize, apply, pin, unpin, rollback, reload, reset, compact, gc, mirror, doctor,
+    keygen, parity, bench,
+):  # fmt: skip
     app.command()(command)

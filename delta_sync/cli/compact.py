@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Annotated
 
 import typer
@@ -17,6 +18,7 @@ from delta_sync.ledger import AnchorRef, Ledger
 from delta_sync.manifest import FoldRecord, Manifest, TensorState
 from delta_sync.planner import downwards
 from delta_sync.signing import load_signing_key
+from delta_sync.store.memory import MemoryStore
 from delta_sync.tensor_delta import TensorDelta
 
 Path = list[Manifest]  # oldest first, without the base
@@ -33,6 +35,7 @@ def compact(
         str | None,
         typer.Option("--signing-key", metavar="PATH", help="Sign the fold, for replicas that pin public keys."),
     ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Fold and say the outcome, and write nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Fold the deltas from version U to version V into one and attach it to V; nothing else is changed.
@@ -40,15 +43,15 @@ def compact(
     Readers that are at U, or begin at U's anchor, take it where it is smaller, and prove the outcome. Holds the folded
     changes in memory, and one model where deltas are coded against the old bits.
     """
-    finish(as_json, lambda: _report(open_ledger(uri, public_key), start, end, signing_key))
+    finish(as_json, lambda: _report(open_ledger(uri, public_key), start, end, signing_key, dry_run=dry_run))
 
 
-def _report(ledger: Ledger, start: int | None, end: int | None, signing_key: str | None) -> Report:
+def _report(ledger: Ledger, start: int | None, end: int | None, signing_key: str | None, *, dry_run: bool) -> Report:
     key = load_signing_key(signing_key) if signing_key else None
     base, path = _path(ledger, start, end)
     deltas, states = _folded(ledger, base, path)
-    record = attach_fold(ledger.store, base, path[-1], deltas, states, key)
-    return _said(ledger, record, path)
+    store = MemoryStore(uuid.uuid4().hex) if dry_run else ledger.store
+    return _said(ledger, attach_fold(store, base, path[-1], deltas, states, key), path, dry_run=dry_run)
 
 
 def _path(ledger: Ledger, start: int | None, end: int | None) -> tuple[Manifest, Path]:
@@ -88,7 +91,7 @@ def _folded(ledger: Ledger, base: Manifest, path: Path) -> tuple[list[TensorDelt
     return [delta for deltas in folded.values() for delta in deltas], states
 
 
-def _said(ledger: Ledger, record: FoldRecord, path: Path) -> Report:
+def _said(ledger: Ledger, record: FoldRecord, path: Path, *, dry_run: bool) -> Report:
     count = sum(len(manifest.objects) for manifest in path)
     before = sum(ref.size for manifest in path for ref in manifest.objects)
     after = sum(ref.size for ref in record.objects)
@@ -99,10 +102,11 @@ def _said(ledger: Ledger, record: FoldRecord, path: Path) -> Report:
         "deltas": count,
         "bytes_before": before,
         "bytes": after,
+        "written": not dry_run,
         "objects": [ref.key for ref in record.objects],
     }
     done = f"version {record.base_version} to {record.version}: {many(count, 'delta')} of {size(before)}"
-    said = [f"{done} as one of {size(after)}"]
+    said = [f"{'would fold ' if dry_run else ''}{done} as one of {size(after)}"]
     if after > before:
         said.append("no smaller than the deltas: readers will go on taking those")
     if path[-1].signature and not record.signature:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,48 +15,62 @@ import numpy.typing as npt
 import typer
 
 from delta_sync.bitmap import Bits
-from delta_sync.cli.report import AsJson, Report, Table, finish, many, percent, size
+from delta_sync.checkpoint import Checkpoint
+from delta_sync.cli.compare import most_changed_table
+from delta_sync.cli.inspect_weights import is_delta, report_weights
+from delta_sync.cli.report import AsJson, Report, Table, bar, finish, many, percent, size
 from delta_sync.cli.run import checked_uri, open_ledger, split_version, version_of
-from delta_sync.cli.weights import no_base, read_delta
+from delta_sync.cli.weights import Weights, no_base, read_delta, read_object_file, rebuild
 from delta_sync.container import read_container
 from delta_sync.context_file import decode_against
 from delta_sync.delta_file import DeltaHeader
-from delta_sync.errors import FormatError, IntegrityError
+from delta_sync.dtypes import dtype
+from delta_sync.gap_codec import DEFAULT_CODEC
+from delta_sync.ledger import Ledger
 from delta_sync.limits import DEFAULT_LIMITS
 from delta_sync.tensor_delta import TensorDelta
 
 
 def inspect(
-    what: Annotated[str, typer.Argument(metavar="FILE|URI[@VERSION]", help="A delta object, or a version of a run.")],
-    top: Annotated[int, typer.Option(min=1, help="How many of the most changed tensors to show.")] = 10,
+    what: Annotated[str, typer.Argument(metavar="FILE|URI[@VERSION]", help="A delta, a checkpoint, or a version.")],
+    top: Annotated[int, typer.Option(min=1, help="How many of the most changed tensors and layers to show.")] = 10,
+    base: Annotated[
+        Path | None, typer.Option(metavar="CKPT", help="The weights that FILE changes, if it is coded against them.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Header, sizes, gaps, ULP steps and the most changed tensors of a delta; the newest if no version is named."""
+    """Header, tensors, gaps, ULP steps and where the model changes; the newest version if none is named.
+
+    Of complete weights (a safetensors file, an origin, an anchor) the tensors. A version that is coded against the old
+    bits is decoded against them, which reads an anchor.
+    """
     if Path(what).is_file():
-        finish(as_json, lambda: _report(what, [_read_file(Path(what))], top))
+        finish(as_json, lambda: _of_file(Path(what), base, top))
     uri, version = split_version(what)
-    finish(as_json, lambda: _of_version(checked_uri(uri), version, top))
+    finish(as_json, lambda: _of_version(open_ledger(checked_uri(uri)), version, top))
 
 
 Object = tuple[str, bytes, DeltaHeader, list[TensorDelta]]
 
 
-def _read_file(path: Path) -> Object:
-    if (count := path.stat().st_size) > DEFAULT_LIMITS.object_bytes:
-        expected = f"at most {DEFAULT_LIMITS.object_bytes} bytes"
-        raise IntegrityError(f"size of {path}", expected=expected, got=count)
-    data = path.read_bytes()
-    return (str(path), data, *decode_against(data, no_base))
+def _of_file(path: Path, base: Path | None, top: int) -> Report:
+    if not is_delta(path):
+        return report_weights(str(path), ((name, *head[1:]) for name, head in Checkpoint(path).heads.items()))
+    data = read_object_file(path)
+    bits = no_base if base is None else Weights(Checkpoint(base)).base
+    return _report(str(path), [(str(path), data, *decode_against(data, bits))], top)
 
 
-def _of_version(uri: str, version: int | None, top: int) -> Report:
-    ledger = open_ledger(uri)
+def _of_version(ledger: Ledger, version: int | None, top: int) -> Report:
     manifest = version_of(ledger, version)
-    objects = [(ref.key, *read_delta(ledger, manifest, ref)) for ref in manifest.objects]
-    if not objects:
-        got = f"{manifest.kind} {manifest.version} without objects"
-        raise FormatError(f"delta of {ledger.store.uri}", expected="at least one object", got=got)
-    return _report(f"{ledger.store.uri}@{manifest.version}", objects, top)
+    what = f"{ledger.store.uri}@{manifest.version}"
+    if not manifest.objects:
+        heads = ((name, dtype(state.dtype), state.shape) for name, state in manifest.tensors.items())
+        return report_weights(what, heads, manifest, ledger.anchor(manifest))
+    before = None
+    if manifest.codec != DEFAULT_CODEC:
+        before = rebuild(ledger, ledger.parent(manifest) or manifest)[1]
+    return _report(what, [(ref.key, *read_delta(ledger, manifest, ref, before)) for ref in manifest.objects], top)
 
 
 def _report(what: str, objects: Sequence[Object], top: int) -> Report:
@@ -82,6 +97,7 @@ def _report(what: str, objects: Sequence[Object], top: int) -> Report:
         "steps": [{"from": low, "to": high, "up": ups[k], "down": downs[k]} for k, low, high in _ranges(ups | downs)],
         "raw_elements": sum(delta.changed for delta in deltas if delta.encoding == "raw"),
         "top": [_tensor(delta) for delta in most],
+        "top_layers": _layers(deltas)[:top],
     }
     return Report(document, _parts(document))
 
@@ -99,6 +115,24 @@ def _tensor(delta: TensorDelta) -> dict[str, object]:
         "changed_elements": delta.changed,
         "elements": math.prod(delta.shape),
     }
+
+
+def _layers(deltas: Sequence[TensorDelta]) -> list[dict[str, Any]]:
+    """Tensors by layer, the one with the most changed elements first."""
+    found: dict[str, dict[str, Any]] = {}
+    for delta in deltas:
+        name = layer_of(delta.name)
+        row = found.setdefault(name, {"layer": name, "changed_elements": 0, "elements": 0})
+        row["changed_elements"] += delta.changed
+        if delta.encoding == "ulp":  # raw entries are for the same tensor again
+            row["elements"] += math.prod(delta.shape)
+    return sorted(found.values(), key=lambda row: -int(row["changed_elements"]))
+
+
+def layer_of(name: str) -> str:
+    """``model.layers.0`` of all its tensors; the module of one that has no number."""
+    numbered = re.match(r"(.*?\.\d+)\.", name)
+    return numbered[1] if numbered else name.rpartition(".")[0] or name
 
 
 def _streams(objects: Sequence[Object]) -> dict[str, int]:
@@ -145,22 +179,30 @@ def _parts(document: dict[str, Any]) -> list[Table | str]:
         [name, size(count), f"{count / changed:.3f}" if changed else "-"] for name, count in document["streams"].items()
     ]
     parts.append(Table("streams", ("stream", ">bytes", ">per changed element"), streams))
-    gaps = [[_range(row), f"{row['count']:,}", percent(row["count"], changed)] for row in document["gaps"]]
-    parts.append(Table("gaps: unchanged elements before a changed one", (">gap", ">count", ">share"), gaps))
-    stepped = changed - document["raw_elements"]
-    steps = [
-        [_range(row), f"{row['up']:,}", f"{row['down']:,}", percent(row["up"] + row["down"], stepped)]
-        for row in document["steps"]
+    most = max((row["count"] for row in document["gaps"]), default=0)
+    gaps = [
+        [_range(row), f"{row['count']:,}", percent(row["count"], changed), bar(row["count"], most)]
+        for row in document["gaps"]
     ]
-    parts.append(Table("ULP steps", (">size", ">up", ">down", ">share"), steps))
+    parts.append(Table("gaps: unchanged elements before a changed one", (">gap", ">count", ">share", ""), gaps))
+    stepped = changed - document["raw_elements"]
+    most = max((row["up"] + row["down"] for row in document["steps"]), default=0)
+    steps = [
+        [_range(row), f"{row['up']:,}", f"{row['down']:,}", percent(row["up"] + row["down"], stepped),
+         bar(row["up"] + row["down"], most)]
+        for row in document["steps"]
+    ]  # fmt: skip
+    parts.append(Table("ULP steps", (">size", ">up", ">down", ">share", ""), steps))
     if document["raw_elements"]:
         parts.append(f"{document['raw_elements']:,} elements as raw bits")
+    layers, most = document["top_layers"], max((row["changed_elements"] for row in document["top_layers"]), default=0)
     rows = [
-        [t["name"], t["dtype"], "x".join(map(str, t["shape"])), f"{t['changed_elements']:,}",
-         percent(t["changed_elements"], t["elements"])]
-        for t in document["top"]
+        [row["layer"], f"{row['changed_elements']:,}", percent(row["changed_elements"], row["elements"]),
+         bar(row["changed_elements"], most)]
+        for row in layers
     ]  # fmt: skip
-    parts.append(Table("most changed tensors", ("tensor", "dtype", "shape", ">changed", ">%"), rows))
+    parts.append(Table("most changed layers", ("layer", ">changed", ">%", ""), rows))
+    parts.append(most_changed_table(document["top"]))
     return parts
 
 

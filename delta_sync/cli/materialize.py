@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
-import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from delta_sync.anchor_files import INDEX, parse_shard, write_anchor_files
+from delta_sync.anchor_files import INDEX
+from delta_sync.cli.checkpoint_out import write_checkpoint
 from delta_sync.cli.report import FINE, AsJson, Report, finish, many, size
 from delta_sync.cli.run import PublicKey, checked_uri, open_ledger, split_version, version_of
-from delta_sync.cli.weights import Weights, rebuild
+from delta_sync.cli.weights import rebuild
 from delta_sync.errors import ChainError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import AnchorRecord, Manifest
@@ -40,23 +40,20 @@ def materialize(
 
 def _report(ledger: Ledger, version: int | None, folder: Path) -> Report:
     target = version_of(ledger, version)
-    plan, weights = rebuild(ledger, target)
-    if plan.anchor is None:
-        raise ChainError(f"version {target.version}", expected="an anchor at or below it", got="none")
-    names = _write(ledger, weights, plan.anchor, target, folder)
+    anchor, deltas, names = write_version(ledger, target, folder)
     total = sum((folder / name).stat().st_size for name in names)
     document: dict[str, object] = {
         "uri": ledger.store.uri,
         "version": target.version,
-        "anchor": plan.anchor.version,
-        "deltas": len(plan.deltas),
+        "anchor": anchor.version,
+        "deltas": deltas,
         "state_digest": target.state_digest,
         "folder": str(folder),
         "files": names,
         "bytes": total,
     }
     done = f"version {target.version} in {folder}: {many(len(names), 'file')}, {size(total)}"
-    start = f"from the anchor of version {plan.anchor.version} and {many(len(plan.deltas), 'delta')}"
+    start = f"from the anchor of version {anchor.version} and {many(deltas, 'delta')}"
     how = f"{start}; state digest {target.state_digest[:16]} proven"
     if "config.json" in names:
         return Report(document, [done, how], FINE)
@@ -64,35 +61,21 @@ def _report(ledger: Ledger, version: int | None, folder: Path) -> Report:
     return Report(document, [done, how], FINE, [lacking])
 
 
-def _write(ledger: Ledger, weights: Weights, anchor: AnchorRecord, target: Manifest, folder: Path) -> list[str]:
-    """The names of the checkpoint's files; the folder appears whole, or not at all."""
-    partial = folder.absolute().parent / f".{folder.name}.partial-{uuid.uuid4().hex[:8]}"
-    try:
-        names = [*write_anchor_files(partial, weights.tensors())]
-        _prove(ledger, partial, names, target)
-        names += _copy_others(ledger, anchor, partial)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return sorted(names)
+def write_version(ledger: Ledger, target: Manifest, folder: Path) -> tuple[AnchorRecord, int, list[str]]:
+    """Write a version's checkpoint; the anchor it began at, the deltas after that, the files' names.
+
+    ChainError without an anchor.
+    """
+    plan, weights = rebuild(ledger, target)
+    if plan.anchor is None:
+        raise ChainError(f"version {target.version}", expected="an anchor at or below it", got="none")
+    names = write_checkpoint(folder, weights, target.state_digest, _others(ledger, plan.anchor))
+    return plan.anchor, len(plan.deltas), names
 
 
-def _prove(ledger: Ledger, folder: Path, names: list[str], target: Manifest) -> None:
-    """IntegrityError unless what lies on the disk is the version's weights."""
-    shards = (folder / name for name in names if name.endswith(".safetensors"))
-    tensors = (tensor for path in shards for tensor in parse_shard(path.read_bytes(), path.name, ledger.limits))
-    Weights(tensors, keep=False).prove(target)
-
-
-def _copy_others(ledger: Ledger, anchor: AnchorRecord, folder: Path) -> list[str]:
-    """Config, tokenizer and whatever else belongs to the anchor's checkpoint."""
-    names = []
+def _others(ledger: Ledger, anchor: AnchorRecord) -> Iterator[tuple[str, bytes]]:
+    """Config, tokenizer and whatever else belongs to the anchor's checkpoint: name below its folder, content."""
     for ref in anchor.objects:
         name = ref.key.removeprefix(anchor_folder(anchor.version, anchor.epoch))
-        if name.endswith(".safetensors") or name == INDEX:
-            continue
-        path = folder / name  # inside it: a key has no "..", and begins with the anchor's folder
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(ledger.read_object(ref))
-        names.append(name)
-    return names
+        if not (name.endswith(".safetensors") or name == INDEX):
+            yield name, ledger.read_object(ref)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from delta_sync.cli.mirror_look import look
 from delta_sync.cli.report import FINE, PROBLEM, UNREACHABLE, Report, Table, finish, many, printable, size
 from delta_sync.cli.run import PublicKey, checked_uri
 from delta_sync.cli.timed_store import TimedStore
@@ -42,6 +43,7 @@ def mirror(
     / 2**30,
     poll: Annotated[float, typer.Option(min=0.01, help="Seconds between two looks at SRC.")] = 1.0,
     public_key: PublicKey = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what each DST lacks, and copy nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document; without --once one a line.")] = False,
 ) -> None:
     """Copy a run to other stores, object by object, each verified; go on where an earlier mirror ended.
@@ -52,6 +54,8 @@ def mirror(
     targets = {checked_uri(uri): uri for uri in destinations}
     if shown_uri(source) in {shown_uri(uri) for uri in targets} or len(targets) < len(destinations):
         raise typer.BadParameter("SRC and all DST must differ", param_hint="DST")
+    if dry_run:
+        finish(as_json, lambda: look(source, list(targets)))
     objects = ObjectCache(cache or default_folder(), int(cache_gib * 2**30))
 
     def report() -> Report:

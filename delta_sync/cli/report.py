@@ -110,6 +110,12 @@ def percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.2f}%" if whole else "-"
 
 
+def bar(part: float, most: float, width: int = 24) -> str:
+    """A bar of at most ``width`` characters, in eighths of one; empty only for nothing."""
+    eighths = 0 if not most else max(part > 0, round(8 * width * part / most))
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
 def many(count: int, what: str) -> str:
     """``1 file``, ``1,024 files``."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"

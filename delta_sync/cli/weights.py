@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from delta_sync.anchor_files import Tensor, iter_anchor_tensors
 from delta_sync.bitmap import Bits
@@ -13,6 +14,7 @@ from delta_sync.digest import digest, state_digest, tensor_key
 from delta_sync.dtypes import DType, dtype
 from delta_sync.errors import ChainError, FormatError, IntegrityError, NotFoundError
 from delta_sync.ledger import Ledger
+from delta_sync.limits import DEFAULT_LIMITS
 from delta_sync.manifest import FoldRecord, Manifest, ObjectRef, TensorState
 from delta_sync.plan import Plan, Step
 from delta_sync.planner import build_plan
@@ -38,6 +40,14 @@ def read_delta(
         promised = None if state is None else (state.dtype, state.shape)
         _expect(f"tensor {delta.name!r} in {ref.key}", promised, (delta.dtype.name, delta.shape))
     return data, header, deltas
+
+
+def read_object_file(path: Path) -> bytes:
+    """A delta object's bytes from a local file; IntegrityError for more than a reader may be asked to hold."""
+    if (count := path.stat().st_size) > DEFAULT_LIMITS.object_bytes:
+        expected = f"at most {DEFAULT_LIMITS.object_bytes} bytes"
+        raise IntegrityError(f"size of {path}", expected=expected, got=count)
+    return path.read_bytes()
 
 
 def no_base(name: str, kind: DType, shape: tuple[int, ...]) -> Bits:
@@ -68,6 +78,17 @@ class Weights:
         state = self.states.get(name)
         _expect(f"tensor {name!r} before the delta", (kind.name, shape), state and (state.dtype, state.shape))
         return self.bits[name].reshape(-1).copy()
+
+    def change(self, deltas: Deltas, what: str) -> None:
+        """Apply deltas whose outcome no manifest promises; IntegrityError where they are for other tensors."""
+        for delta in deltas:
+            state = self.states.get(delta.name)
+            got = state and (state.dtype, state.shape)
+            _expect(f"tensor {delta.name!r} that {what} changes", (delta.dtype.name, delta.shape), got)
+            apply(delta, self.bits[delta.name])
+        for delta in deltas:
+            bits = self.bits[delta.name]
+            self.states[delta.name] = TensorState(delta.dtype.name, delta.shape, digest(bits, tensor_key(delta.name)))
 
     def advance(self, step: Step, objects: Iterable[Deltas]) -> None:
         """Apply a version's objects and prove the outcome; IntegrityError, after which the weights are of no use."""

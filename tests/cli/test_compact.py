@@ -28,6 +28,14 @@ def check(run, base, target):
     return plan
 
 
+def test_a_dry_run_says_the_same_and_writes_nothing(run, as_json, cli):
+    before = files(run)
+    assert cli("compact", run.uri, "--dry-run")[1].startswith("would fold version 4 to 6: 2 deltas of")
+    code, would = as_json("compact", run.uri, "--dry-run")
+    assert (code, would.pop("written")) == (0, False) and files(run) == before
+    assert would == {k: v for k, v in as_json("compact", run.uri)[1].items() if k != "written"}
+
+
 def test_by_default_from_the_newest_anchor_that_is_far_enough_to_the_newest_version(run, as_json):
     before = files(run)
     code, found = as_json("compact", run.uri)

@@ -41,6 +41,18 @@ def until(what, seconds=60.0):
         time.sleep(0.05)
 
 
+def test_a_dry_run_says_what_is_lacking_and_copies_nothing(run, tmp_path, as_json):
+    code, found = as_json("mirror", run.uri, tmp_path / "a", "--dry-run")
+    [row] = found["destinations"]
+    assert (code, row["result"], row["objects"] > 10) == (0, "would copy", True)
+    assert not (tmp_path / "a").exists() or not files(tmp_path / "a")
+    assert as_json("mirror", run.uri, tmp_path / "a", "--once")[0] == 0
+    assert as_json("mirror", run.uri, tmp_path / "a", "--dry-run")[1]["destinations"][0]["result"] == "nothing to copy"
+    as_json("reset", tmp_path / "a", "--yes")
+    code, found = as_json("mirror", run.uri, tmp_path / "a", "--dry-run")
+    assert (code, found["destinations"][0]["result"]) == (1, "would refuse")
+
+
 def test_once_copies_what_is_there_to_every_destination(run, tmp_path, as_json):
     run.acknowledge("east", 6)
     code, found = as_json("mirror", run.uri, tmp_path / "a", tmp_path / "b", "--once")

@@ -16,8 +16,9 @@ import pytest
 import tiny
 
 from delta_sync.ack import Ack
+from delta_sync.claims import claim_reset
 from delta_sync.errors import ConflictError, StoreError, SyncTimeoutError
-from delta_sync.ledger import Ledger
+from delta_sync.ledger import AnchorRef, Ledger
 from delta_sync.store.base import Store
 from delta_sync.store.memory import MemoryStore
 from delta_sync.store.open import open_store
@@ -219,6 +220,30 @@ def test_a_second_trainer_stops_the_first_and_continues_its_versions() -> None:
         run.train()
         with pytest.raises(ConflictError, match="second publisher"):
             run.publisher.flush(20)
+
+
+@pytest.mark.parametrize("at_work", [False, True])
+def test_after_a_reset_a_trainer_at_work_begins_a_chain(at_work: bool) -> None:
+    with running() as run:
+        run.train()
+        run.check()
+        if at_work:  # the reset comes between two fences of one commit
+            run.store.gate.clear()
+            run.train()
+            time.sleep(0.2)
+        claim_reset(Ledger(open_store(run.uri)))
+        run.store.gate.set()
+        run.train()
+        run.check()
+        versions = bucket.chain(run.uri)
+        origin = next(m for m in versions if m.epoch == 3)
+        assert origin.kind == "origin" and versions[-1].epoch == 3
+        assert AnchorRef(origin.version, 3) in Ledger(open_store(run.uri)).anchors()
+        run.train()
+        run.check()
+        newest = bucket.newest(run.uri)
+        assert run.publisher.by_version(newest.version) == run.publisher.covering(run.step)
+        assert [m.version for m in bucket.chain(run.uri)] == list(range(1, newest.version + 1))
 
 
 def test_the_snapshot_stays_where_the_bucket_is_until_a_commit_is_durable() -> None:

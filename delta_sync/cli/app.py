@@ -13,6 +13,7 @@ from delta_sync.cli.ledger import ledger
 from delta_sync.cli.materialize import materialize
 from delta_sync.cli.mirror import mirror
 from delta_sync.cli.verify import verify
+from delta_sync.cli.watch import watch
 
 app = typer.Typer(
     help="Look at a run of delta-weight-sync, prove it, get checkpoints out of it, and keep it small.",
@@ -20,5 +21,5 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (ledger, inspect, verify, materialize, compact, gc, mirror, doctor, keygen):
+for command in (ledger, watch, inspect, verify, materialize, compact, gc, mirror, doctor, keygen):
     app.command()(command)

@@ -12,6 +12,7 @@ from delta_sync.cli.keygen import keygen
 from delta_sync.cli.ledger import ledger
 from delta_sync.cli.materialize import materialize
 from delta_sync.cli.mirror import mirror
+from delta_sync.cli.ui import ui
 from delta_sync.cli.verify import verify
 from delta_sync.cli.watch import watch
 
@@ -21,5 +22,5 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (ledger, watch, inspect, verify, materialize, compact, gc, mirror, doctor, keygen):
+for command in (ledger, watch, ui, inspect, verify, materialize, compact, gc, mirror, doctor, keygen):
     app.command()(command)

@@ -18,7 +18,7 @@ class Changes:
 
     def told(self, view: RunView) -> Iterator[Row]:
         """Documents with an ``event``: version, left, anchor, fold, replica or gone, in the order of the run."""
-        versions = {row["manifest"]: row | {} for row in view.versions}
+        versions = {row["manifest"]: row for row in view.versions}
         for manifest, row in self._versions.items():
             if manifest not in versions and row["version"] >= view.versions[0]["version"]:
                 yield {"event": "left", "version": row["version"], "epoch": row["epoch"], "manifest": manifest}

@@ -172,14 +172,14 @@ class RunView:
 
     def _mark_attached(self) -> bool:
         changed = False
-        for row in self.versions:
+        for at, row in enumerate(self.versions):
             place = AnchorRef(row["version"], row["epoch"])
             marks = {
                 "anchor": self._anchor(place, row) if place in self._anchored else None,
                 "folds": self._folds.get(place, []),
             }
             if any(row[name] != value for name, value in marks.items()):
-                row.update(marks)
+                self.versions[at] = row | marks  # a new one: who keeps the old one can tell
                 changed = True
         return changed
 

@@ -1,4 +1,4 @@
-"""A run of thousands of versions in seconds: true manifests and delta objects in a folder, chained by hash.
+"""A run of thousands of versions in seconds: true manifests in a folder, chained by hash, and objects that repeat.
 
 Its digests are made up, as nothing that only reads a ledger looks at them; it can't be served.
 """
@@ -16,14 +16,15 @@ from delta_sync.delta_file import encode_delta
 from delta_sync.delta_header import DeltaHeader
 from delta_sync.dtypes import dtype
 from delta_sync.gap_codec import DEFAULT_CODEC
-from delta_sync.manifest import Manifest, ObjectRef, TensorState
+from delta_sync.manifest import AnchorRecord, FoldRecord, Manifest, ObjectRef, TensorState
 from delta_sync.records import Epoch, Head
-from delta_sync.store.keys import HEAD, delta_key
+from delta_sync.store.keys import HEAD, anchor_folder, anchor_key, delta_key, fold_key
 from delta_sync.tensor_delta import TensorDelta
 
 RUN = "0123456789abcdef0123456789abcdef"
-LAYERS = 8
-KINDS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+LAYERS = 4
+OBJECTS_REPEAT = 32  # versions share one delta: to code 5,000 of them takes half a minute
+KINDS = ("self_attn.q_proj", "mlp.down_proj")
 SHAPE = (64, 32)
 TENSORS = {
     "model.embed_tokens.weight": SHAPE,
@@ -33,11 +34,12 @@ TOTAL = len(TENSORS) * math.prod(SHAPE)
 
 
 class LongRun:
-    """Appends versions to a folder; ``epochs`` gives the versions at which another trainer takes over."""
+    """Appends versions to a folder, ``seconds`` apart by their own account."""
 
     def __init__(self, folder: Path, *, started: float, seconds: float = 7.0) -> None:
         self.folder, self._started, self._seconds = folder, started, seconds
         self.epoch, self.newest = 0, None
+        self._delta: tuple[bytes, int] | None = None
         self._random = np.random.default_rng(3)
         self.claim()
 
@@ -64,12 +66,35 @@ class LongRun:
         ack = Ack(replica, version, manifest, self.epoch, **about)
         self._put(ack.key, ack.to_bytes())
 
+    def attach(self, *, fold_from: int | None = None) -> None:
+        """Attach an anchor to the newest version, or a fold that begins at an older one; none has its objects."""
+        newest, tensors = self.newest, {name: TensorState("BF16", SHAPE, 1) for name in TENSORS}
+        about = {
+            "version": newest.version,
+            "epoch": newest.epoch,
+            "manifest": newest.sha256,
+            "state_digest": newest.state_digest,
+            "tensors": tensors,
+            "created_at": newest.created_at,
+        }
+        if fold_from is None:
+            key = anchor_key(newest.version, newest.epoch)
+            shard = ObjectRef(anchor_folder(newest.version, newest.epoch) + "model.safetensors", 2 * TOTAL, "0" * 64)
+            record = AnchorRecord(objects=(shard,), **about)
+        else:
+            key = fold_key(newest.version, newest.epoch, fold_from)
+            base = {"base_version": fold_from, "base_manifest": "0" * 64}
+            record = FoldRecord(run=RUN, objects=(), codec=DEFAULT_CODEC, **base, **about)
+        self._put(key, record.to_bytes())
+
     def _append(self) -> None:
         version = self.newest.version + 1 if self.newest else 1
         names = list(TENSORS)
         objects, changed = (), 0
         if version > 1:
-            data, changed = self._delta(version)
+            if self._delta is None or version % OBJECTS_REPEAT == 0:
+                self._delta = self._new_delta(version)
+            data, changed = self._delta
             sha256 = hashlib.sha256(data).hexdigest()
             objects = (ObjectRef(delta_key(version, self.epoch, sha256), len(data), sha256),)
             self._put(objects[0].key, data)
@@ -94,7 +119,7 @@ class LongRun:
         )
         self._put(self.newest.key, self.newest.to_bytes())
 
-    def _delta(self, version: int) -> tuple[bytes, int]:
+    def _new_delta(self, version: int) -> tuple[bytes, int]:
         """Later layers change more, all of them less and less."""
         deltas = []
         for at, (name, shape) in enumerate(TENSORS.items()):

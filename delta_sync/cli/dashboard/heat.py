@@ -90,7 +90,7 @@ class HeatMap:
 
 
 def sample(versions: Sequence[Row]) -> list[Row]:
-    """At most COLUMNS + 1 of these versions: every 2^k-th, so that those shown stay as the run grows, and the newest."""
+    """At most COLUMNS + 1 of these versions: every 2^k-th, which stay as the run grows, and the newest."""
     step = stride(len(versions), COLUMNS)
     chosen = [row for row in versions if row["version"] % step == 0]
     return chosen if not versions or chosen[-1:] == [versions[-1]] else [*chosen, versions[-1]]

@@ -13,7 +13,7 @@ from delta_sync.cli.view import Row, RunView
 from delta_sync.errors import ChainError, DeltaSyncError
 
 FIRST, BUDGET = 0.2, 0.5  # seconds of one look that go into older versions, and into the heads of deltas
-UNWATCHED = 10.0  # seconds between looks while no page is open
+UNWATCHED = 10.0  # seconds between looks where nobody asked for so long
 
 
 class LiveRun:
@@ -27,6 +27,7 @@ class LiveRun:
         self._texts: dict[str, tuple[int, dict[str, str]]] = {}  # by window: of which revision, and the parts
         self._windows = {"all"}  # that a page asked for
         self._pages = 0
+        self._asked = time.monotonic()
         self._changed = threading.Condition()
         self._stop, self._wake = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="delta-sync-look", daemon=True)
@@ -63,9 +64,10 @@ class LiveRun:
 
     def sections(self, window: str, newer_than: int = 0, seconds: float = 0.0) -> tuple[int, dict[str, str]]:
         """The revision and the page's parts as JSON, once they are newer or ``seconds`` have passed."""
-        if window not in self._windows:
+        if window not in self._windows or time.monotonic() - self._asked > self._interval:
             self._windows.add(window)
             self._wake.set()
+        self._asked = time.monotonic()
         with self._changed:
             self._changed.wait_for(lambda: self._revision > newer_than or self.stopped, seconds)
             revision, look = self._revision, self._look
@@ -82,7 +84,8 @@ class LiveRun:
             began = time.monotonic()
             busy = self._look_once(budget)
             budget = BUDGET
-            interval = self._interval if self._pages else UNWATCHED
+            idle = not self._pages and time.monotonic() - self._asked > UNWATCHED
+            interval = UNWATCHED if idle else self._interval
             # A slow store is not asked all the time.
             self._wake.wait(0.01 if busy else max(interval, 2 * (time.monotonic() - began)))
             self._wake.clear()

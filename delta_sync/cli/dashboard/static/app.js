@@ -58,7 +58,7 @@ function run({ uri, newest, held, oldest, complete, looked, problems, ends, chai
   say("fact-changed-more", origin ? `an origin of ${short(newest.total_elements)} elements` :
     `${short(newest.changed_elements)} of ${short(newest.total_elements)} elements · ${size(newest.bytes)}`);
   say("fact-chain", chain ? size(chain.anchor_bytes + chain.bytes) : "–");
-  say("fact-chain-more", chain ? joining(chain) : complete ? "no anchor: only servers with the same weights can" : "looking for an anchor");
+  say("fact-chain-more", chain ? joining(chain) : complete ? "there is no anchor" : "looking for an anchor");
   const range = `versions ${number(oldest)} to ${number(newest.version)}`;
   say("timeline-note", complete ? (ends ? `Nothing is left before version ${number(oldest)}.` : "") : `Read so far: ${range}, ${number(held)} in all.`);
 }
@@ -74,7 +74,7 @@ function replicas(part) {
   const bad = ["poisoned", "refused", "astray"].filter((name) => counts[name]);
   const told = bad.map((name) => `${counts[name]} ${HEALTH[name][1]}`);
   if (worst) told.push(`worst lag ${number(worst)}`);
-  say("fact-fleet-more", count ? ["current", ...told].join(" · ") : "no replica yet");
+  say("fact-fleet-more", count ? ["serve the newest", ...told].join(" · ") : "no replica yet");
 }
 
 function versions(part) {
@@ -109,7 +109,7 @@ function versions(part) {
 function keys({ step, anchors, folds, epochs }) {
   const sum = (counts) => number(counts.reduce((a, b) => a + b, 0));
   return [
-    step > 1 ? `each point: ${number(step)} versions, mean dark, most pale` : null,
+    step > 1 ? `each point: ${number(step)} versions, their mean strong, their most faint` : null,
     anchors.some(Boolean) ? `▲ anchor (${sum(anchors)})` : null,
     folds.some(Boolean) ? `○ fold (${sum(folds)})` : null,
     epochs.length ? "┆ another trainer, a new epoch" : null,
@@ -169,7 +169,7 @@ function times(part) {
     label: (index) => number(part.version[index]),
     describe: (index) => element("span", {}, `version ${number(part.version[index])} · gap ${both(part, "gap_seconds", index)} · served after ${both(part, "served_seconds", index)}`),
   });
-  say("commits-note", `Dark: the median of the replicas, pale: the slowest. Collected since ${when}, when this server started.`);
+  say("commits-note", `Strong: the median of the replicas, faint: the slowest. Collected since ${when}, when this server started.`);
 }
 
 const both = (part, key, index) =>

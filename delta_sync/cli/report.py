@@ -91,7 +91,7 @@ def rich_table(table: Table) -> RichTable:
     """The same for a terminal."""
     rich = RichTable(title=table.title, title_justify="left")
     for column in table.columns:
-        rich.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left")
+        rich.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", overflow="fold")
     for row in table.rows:
         rich.add_row(*(Text(printable(value)) for value in row))
     return rich

@@ -39,23 +39,23 @@ class RunView:
         self._folds: dict[AnchorRef, list[int]] = {}
         self._listed = -math.inf
 
-    def refresh(self, seconds: float = math.inf) -> bool:
-        """Read what is new, then older versions for at most ``seconds``; whether anything changed.
+    def refresh(self, seconds: float = math.inf) -> None:
+        """Read what is new, then older versions for at most ``seconds``.
 
-        StoreError, and ChainError where no version is the newest; the rows are then those of before.
+        StoreError, and ChainError where no version is the newest; rows are then those of before, or newer ones. A row
+        that changes is replaced, never altered, so that whoever kept it can tell.
         """
         deadline = time.monotonic() + seconds
         head, self.damaged_newest = newest_readable(self.ledger)
-        changed = head is not None and self._take_new(head)
-        if changed or time.monotonic() - self._listed >= self._relist_seconds:
+        if head is not None and not self._is_newest(head):
+            self._take_new(head)
+            self._listed = -math.inf
+        if time.monotonic() - self._listed >= self._relist_seconds:
             self._list_attached()
         while self._oldest is not None and time.monotonic() < deadline:
-            changed |= self._take_older(self._oldest)
-        changed |= self._mark_attached()
-        replicas = [self._replica(ack) for _, ack in sorted(self.ledger.acknowledgements().items())]
-        changed |= replicas != self.replicas
-        self.replicas = replicas
-        return changed
+            self._take_older(self._oldest)
+        self._mark_attached()
+        self.replicas = [self._replica(ack) for _, ack in sorted(self.ledger.acknowledgements().items())]
 
     @property
     def newest(self) -> Row | None:
@@ -89,44 +89,37 @@ class RunView:
 
     # --- versions
 
-    def _take_new(self, head: Manifest) -> bool:
+    def _take_new(self, head: Manifest) -> None:
         """Go down from the newest version to one that is known; versions of a branch left behind go away."""
-        found: list[Manifest] = []
-        manifest: Manifest | None = head
-        while manifest is not None and not self._knows(manifest):
+        found, manifest = list[Manifest](), head
+        while not self._knows(manifest):
             found.append(manifest)
-            if not self.versions or len(found) > MOST_NEW:
-                return self._begin(head)
+            below = not self.versions or manifest.version <= self.versions[0]["version"]
             try:
-                manifest = self.ledger.parent(manifest)
+                parent = None if below or len(found) > MOST_NEW else self.ledger.parent(manifest)
             except DAMAGE:
-                return self._begin(head)
-        if manifest is None:
-            return self._begin(head)
-        kept = manifest.version - self.versions[0]["version"] + 1
-        if not found and kept == len(self.versions):
-            return False
-        del self.versions[kept:]
+                parent = None  # _take_older meets it again, and keeps it
+            if parent is None:
+                self._begin(head)
+                return
+            manifest = parent
+        del self.versions[manifest.version - self.versions[0]["version"] + 1 :]
         self.versions += [self._row(manifest) for manifest in reversed(found)]
         self._trim()
-        return True
 
-    def _begin(self, head: Manifest) -> bool:
+    def _begin(self, head: Manifest) -> None:
         self._objects.clear()
         self.run, self.versions, self._oldest, self.chain_end = head.run, [self._row(head)], head, None
         self._trim()
-        return True
 
-    def _take_older(self, oldest: Manifest) -> bool:
+    def _take_older(self, oldest: Manifest) -> None:
         try:
             self._oldest = self.ledger.parent(oldest)
         except DAMAGE as error:
             self._oldest, self.chain_end = None, error
-        if self._oldest is None:
-            return True
-        self.versions.insert(0, self._row(self._oldest))
-        self._trim()
-        return True
+        if self._oldest is not None:
+            self.versions.insert(0, self._row(self._oldest))
+            self._trim()
 
     def _trim(self) -> None:
         if self._last is not None and len(self.versions) >= self._last:
@@ -134,6 +127,10 @@ class RunView:
                 self._objects.pop(row["manifest"], None)
             del self.versions[: -self._last]
             self._oldest = None
+
+    def _is_newest(self, manifest: Manifest) -> bool:
+        newest = self.newest
+        return newest is not None and newest["manifest"] == manifest.sha256
 
     def _knows(self, manifest: Manifest) -> bool:
         row = self.version(manifest.version)
@@ -170,8 +167,7 @@ class RunView:
             self._folds.setdefault(AnchorRef(fold.version, fold.epoch), []).append(fold.base_version)
         self._listed = time.monotonic()
 
-    def _mark_attached(self) -> bool:
-        changed = False
+    def _mark_attached(self) -> None:
         for at, row in enumerate(self.versions):
             place = AnchorRef(row["version"], row["epoch"])
             marks = {
@@ -179,9 +175,7 @@ class RunView:
                 "folds": self._folds.get(place, []),
             }
             if any(row[name] != value for name, value in marks.items()):
-                self.versions[at] = row | marks  # a new one: who keeps the old one can tell
-                changed = True
-        return changed
+                self.versions[at] = row | marks
 
     def _anchor(self, place: AnchorRef, row: Row) -> Row | None:
         if place in self._anchors:

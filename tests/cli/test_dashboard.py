@@ -21,7 +21,7 @@ from delta_sync.store.local import LocalStore
 def ask(server, path, host=None, method="GET"):
     """(status, headers, body) of one request with any Host header."""
     place = urlsplit(server.url)
-    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=20)
+    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=60)
     connection.putrequest(method, path, skip_host=True)
     if host is not False:
         connection.putheader("Host", place.netloc if host is None else host)
@@ -50,7 +50,7 @@ class Events:
 
     def __init__(self, server, last="all"):
         place = urlsplit(server.url)
-        self._socket = socket.create_connection((place.hostname, place.port), 20)
+        self._socket = socket.create_connection((place.hostname, place.port), 60)
         self._socket.sendall(f"GET /api/events?last={last} HTTP/1.1\r\nHost: {place.netloc}\r\n\r\n".encode())
         self._file = self._socket.makefile("rb")
         self.head = self._file.readline()
@@ -235,7 +235,7 @@ def test_the_command_serves_until_ctrl_c_and_says_where(run):
     try:
         url = process.stdout.readline().split()[0]
         port = urlsplit(url).port
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         connection.request("GET", "/api/state")
         assert json.loads(connection.getresponse().read())["run"]["uri"] == LocalStore(run.folder).uri
         taken = [*command[:-1], str(port)]
@@ -243,8 +243,8 @@ def test_the_command_serves_until_ctrl_c_and_says_where(run):
         assert second.returncode == 2
         assert "Remedy: another --port" in second.stderr
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
         assert process.stderr.read() == ""
     finally:
         process.kill()
-        process.wait(20)
+        process.wait(60)

@@ -124,6 +124,7 @@ def test_counts_are_those_of_the_deltas_and_the_bits_are_not_read(run):
     heat.fill([(row, view.objects(row)) for row in view.versions], 60)
     found = heat.matrix(view.versions, "layer")
     assert found["names"] == ["embed", "layer", "norm"]
+    assert [row[0] for row in found["share"]] == [None] * 3  # an origin changes nothing
     data = store.get(run.manifests[6].objects[0].key, max_bytes=2**20)
     changed = {delta.name: (delta.changed, math.prod(delta.shape)) for delta in decode_delta(data)[1]}
     for name, row in zip(found["names"], found["share"], strict=True):

@@ -32,7 +32,7 @@ class Watching:
 
     def interrupt(self):
         self.process.send_signal(signal.SIGINT)
-        return self.process.wait(20)
+        return self.process.wait(60)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def watching():
     yield start
     for one in started:
         one.process.kill()
-        one.process.wait(20)
+        one.process.wait(60)
 
 
 def test_a_line_for_each_thing_that_happens_and_an_end_on_ctrl_c(run, watching):
@@ -102,7 +102,7 @@ def test_a_store_that_fails_for_a_while(tmp_path, watching, run):
 def test_a_terminal_gets_tables_that_change(run):
     run.acknowledge("east", 6)
     parent, child = pty.openpty()
-    command = [*WATCH, run.uri, "--for", "20", "--interval", "0.05"]
+    command = [*WATCH, run.uri, "--for", "60", "--interval", "0.05"]
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
     process = subprocess.Popen(command, stdout=child, stdin=child, stderr=child, env=environment)
     os.close(child)
@@ -119,5 +119,5 @@ def test_a_terminal_gets_tables_that_change(run):
     run.keep(run.publisher.step(9))
     assert shows("version 7, epoch 1")
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
     os.close(parent)

@@ -73,7 +73,7 @@ class HeatMap:
 
     def _column(self, row: Row, group: Any) -> Counter[str] | None:
         counts = self._changed.get(row["manifest"])
-        if counts is None:
+        if counts is None or row["kind"] == "origin":
             return None
         found: Counter[str] = Counter()
         for tensor, count in counts.items():

@@ -92,26 +92,26 @@ class LiveRun:
 
     def _look_once(self, budget: float) -> bool:
         """Whether there is more to read at once."""
-        view, failed, changed = self._view, None, False
+        view, failed = self._view, None
         try:
-            changed = view.refresh(budget)
+            view.refresh(budget)
         except DeltaSyncError as error:
             failed = error
         self._times.take(view.replicas)
-        self._publish(failed, changed)  # before heads are read: the first paint should not wait for them
+        self._publish(failed)  # before heads are read: the first paint should not wait for them
         wanted = {row["manifest"]: row for window in self._windows for row in self._columns(window)}
         newest_first = sorted(wanted.values(), key=lambda row: row["version"], reverse=True)
         read, missing = self._heat.fill([(row, view.objects(row)) for row in newest_first], budget)
         if read:
             self._heat.forget_but(wanted)
-            self._publish(failed, True)
+            self._publish(failed, heads_were_read=True)
         return missing or not (view.complete or failed)
 
     def _columns(self, window: str) -> list[Row]:
         last = WINDOWS[window]
         return sample(self._view.versions if last is None else self._view.versions[-last:])
 
-    def _publish(self, failed: DeltaSyncError | None, changed: bool) -> None:
+    def _publish(self, failed: DeltaSyncError | None, *, heads_were_read: bool = False) -> None:
         view, end = self._view, self._view.chain_end
         gone = isinstance(end, ChainError)  # deleted, as old versions are: nobody has to do anything
         problems = tuple(str(error) for error in (failed, view.damaged_newest, None if gone else end) if error)
@@ -126,6 +126,6 @@ class LiveRun:
             str(end) if end and gone else None,
         )
         with self._changed:
-            if changed or not self._look.looked or look.problems != self._look.problems:
+            if heads_were_read or look != self._look:
                 self._look, self._revision = look, self._revision + 1
                 self._changed.notify_all()

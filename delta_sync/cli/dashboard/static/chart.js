@@ -57,7 +57,7 @@ export class Chart {
     for (const tick of ticks) {
       const at = Math.round(y(tick)) + 0.5;
       parts.push(svg("line", { class: tick === low ? "base" : "grid", x1: LEFT, x2: width - RIGHT, y1: at, y2: at }));
-      parts.push(svg("text", { x: LEFT - 8, y: at + 3.5, "text-anchor": "end" }, format(tick)));
+      parts.push(svg("text", { x: LEFT - 8, y: at + 3.5, "text-anchor": "end" }, format(tick).replace(/\.0+(?=\D|$)/, "")));
     }
     for (const one of series) parts.push(...this.series(one, y, low));
     if (marks) parts.push(...this.marks(marks, top + height));
@@ -162,7 +162,7 @@ function scale(values, base = 10) {
   const most = Math.max(...values, 0), least = Math.min(...values, 0);
   const span = most - least || 1;
   const unit = base === 1024 ? 1024 ** Math.max(0, Math.floor(Math.log(span) / Math.log(1024))) : 1;
-  const rough = span / unit / 2, power = 10 ** Math.floor(Math.log10(rough));
+  const rough = span / unit / 3, power = 10 ** Math.floor(Math.log10(rough));
   const step = unit * power * [1, 2, 2.5, 5, 10].find((nice) => nice * power >= rough);
   const low = Math.floor(least / step) * step, ticks = [low];
   while (ticks[ticks.length - 1] < most - step * 1e-9) ticks.push(ticks[ticks.length - 1] + step);

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 
 import pytest
 from browser import chromium, why_not
@@ -143,10 +142,9 @@ def test_charts_are_read_with_the_keyboard(run, page, visit):
 
 
 def test_five_thousand_versions_and_a_hundred_replicas(long_run, page, visit):
-    began = time.monotonic()
     tab = visit(page(long_run.folder))
+    print(f"all parts drawn {tab.evaluate('performance.now()') / 1000:.2f} s after the page was asked for")
     shows(tab, "#fact-version", "^5,000$")
-    print(f"first paint after {time.monotonic() - began:.2f} s")
     shows(tab, "#fact-fleet", "^99 of 100$")
     shows(tab, "#timeline-key", "each point: 32 versions", 120)
     shows(tab, "#timeline svg", "epoch 2", 120)

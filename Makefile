@@ -5,7 +5,7 @@ BACKEND ?= auto
 OLDEST  ?= .venv-oldest
 PY      := $(VENV)/bin/python
 
-.PHONY: demo test test-long test-oldest test-hub-live check bench setup clean
+.PHONY: demo test test-long test-oldest test-ui test-hub-live browser screenshots check bench setup clean
 
 setup:
 	@$(PYTHON) scripts/setup_env.py $(VENV) --backend $(BACKEND)
@@ -25,6 +25,20 @@ test-oldest:
 	@$(PYTHON) scripts/setup_env.py $(OLDEST) --backend cpu --vllm 0.27.0 --trl 1.11.0
 	$(OLDEST)/bin/python -m pytest -m "not long and not gpu" \
 		tests/worker/test_worker_updates.py tests/engine tests/trainer/test_trainers.py tests/trainer/test_rollout_client.py
+
+# The dashboard in a real Chromium, which is installed where it is missing and may be.
+test-ui: browser
+	DELTA_SYNC_BROWSER_REQUIRED=1 $(PY) -m pytest tests/cli/test_dashboard_page.py $(ARGS)
+
+# docs/images, from a small run that it makes.
+screenshots: browser
+	$(PY) scripts/screenshots.py $(ARGS)
+
+browser: setup
+	@$(PY) -c "import playwright" 2>/dev/null || $(PY) -m pip install -q --disable-pip-version-check "playwright>=1.50"
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || \
+		{ [ "$$(id -u)" = 0 ] && command -v apt-get && apt-get update -q && apt-get install -y -q chromium; } || \
+		{ echo "Chromium: expected on PATH, got none. Remedy: install it, as in 'apt-get install chromium'"; exit 1; }
 
 # The store's contract on the real Hub, in a private bucket of the account that HF_TOKEN or `hf auth login` names.
 test-hub-live: setup

@@ -18,7 +18,9 @@ from delta_sync.cli.materialize import materialize
 from delta_sync.cli.mirror import mirror
 from delta_sync.cli.parity import parity
 from delta_sync.cli.reset import reset
+from delta_sync.cli.ui import ui
 from delta_sync.cli.verify import verify
+from delta_sync.cli.watch import watch
 
 app = typer.Typer(
     help="Look at a run of delta-weight-sync, prove it, get checkpoints out of it, and keep it small.",
@@ -27,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in (
-    ledger, inspect, diff, verify, materialize, apply, pin, unpin, rollback, reload, reset, compact, gc, mirror, doctor,
-    keygen, parity, bench,
+    ledger, watch, ui, inspect, diff, verify, materialize, apply, pin, unpin, rollback, reload, reset, compact, gc, mirror,
+    doctor, keygen, parity, bench,
 ):  # fmt: skip
     app.command()(command)

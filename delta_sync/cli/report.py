@@ -84,12 +84,17 @@ def _print(part: Table | str) -> None:
 
 
 def _print_rich(table: Table) -> None:
+    Console().print(rich_table(table))
+
+
+def rich_table(table: Table) -> RichTable:
+    """The same for a terminal."""
     rich = RichTable(title=table.title, title_justify="left")
     for column in table.columns:
-        rich.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left")
+        rich.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", overflow="fold")
     for row in table.rows:
         rich.add_row(*(Text(printable(value)) for value in row))
-    Console().print(rich)
+    return rich
 
 
 def _print_plain(table: Table) -> None:
@@ -114,6 +119,15 @@ def bar(part: float, most: float, width: int = 24) -> str:
     """A bar of at most ``width`` characters, in eighths of one; empty only for nothing."""
     eighths = 0 if not most else max(part > 0, round(8 * width * part / most))
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def duration(seconds: float | None) -> str:
+    """How long something took, for people: ``7.5ms``, ``340ms``, ``1.2s``, ``3m``; ``-`` of None."""
+    if seconds is None:
+        return "-"
+    if abs(seconds) < 1:
+        return f"{1000 * seconds:.{1 if abs(seconds) < 0.1 else 0}f}ms"
+    return f"{seconds:.1f}s" if abs(seconds) < 60 else age(seconds)
 
 
 def many(count: int, what: str) -> str:

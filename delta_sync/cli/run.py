@@ -97,8 +97,8 @@ class Chain:
 
 def read_chain(ledger: Ledger, last: int | None = None) -> Chain:
     """The newest version and those before it, each found by the hash that its child names; at most ``last``."""
-    head, start = _newest_readable(ledger)
-    found = [head]
+    head, start = newest_readable(ledger)
+    found = [head or newest(ledger)]
     while last is None or len(found) < last:
         try:
             parent = ledger.parent(found[-1])
@@ -110,10 +110,10 @@ def read_chain(ledger: Ledger, last: int | None = None) -> Chain:
     return Chain(tuple(reversed(found)), None, start)
 
 
-def _newest_readable(ledger: Ledger) -> tuple[Manifest, DeltaSyncError | None]:
-    """The newest version; if it is damaged the newest one that can be read, and the damage."""
+def newest_readable(ledger: Ledger) -> tuple[Manifest | None, DeltaSyncError | None]:
+    """The newest version, None before the first; if it is damaged the newest one that can be read, and the damage."""
     try:
-        return newest(ledger), None
+        return ledger.head(), None
     except (FormatError, IntegrityError) as error:
         damage = error
     reader = ManifestReader(ledger.store, ledger.limits, ledger.keys)

@@ -44,6 +44,8 @@ class Publisher:
         self.published: Weights = {name: value.copy() for name, value in weights.items()}
         self._dtypes = dtypes
         self.prompt_cache: PromptCache = "none"  # of what is published next
+        self.metrics: dict[str, float] = {}  # likewise
+        self.steps = (0, 0)  # likewise
         self.objects: dict[int, list[bytes]] = {}
 
     @classmethod
@@ -160,7 +162,7 @@ class Publisher:
     ) -> Manifest:
         manifest = self.writer.commit(
             kind,
-            (0, 0),
+            self.steps,
             tensors,
             state_digest(states),
             model_fingerprint(states),
@@ -169,6 +171,7 @@ class Publisher:
             total=sum(w.size for w in self.weights.values()),
             codec=codec if objects else None,
             prompt_cache=self.prompt_cache,
+            **({"metrics": self.metrics} if self.metrics else {}),
         )
         self.published = {name: value.copy() for name, value in self.weights.items()}
         self.objects[manifest.version] = objects

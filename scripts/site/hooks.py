@@ -1,11 +1,11 @@
-"""MkDocs hooks: pages from outside docs/, generated pages, links as the repository means them, pictures as the theme is.
+"""MkDocs hooks: pages from outside docs/, generated ones, links as the repository means them, pictures in the page.
 
 The Markdown files stay where they are and keep links that work in a checkout; nothing is copied into docs/.
 """
 
 from __future__ import annotations
 
-import os.path
+import posixpath
 import re
 import sys
 from pathlib import Path
@@ -57,11 +57,11 @@ def _led(match: re.Match[str], page: str, files: Files) -> str:
     if ":" in target:
         return match[0]
     here = _BACK.get(page, f"docs/{page}")
-    there = os.path.normpath(os.path.join(os.path.dirname(here), target))
+    there = posixpath.normpath(posixpath.join(posixpath.dirname(here), target))
     for found in (there, f"{there}/README.md"):
         uri = OUTSIDE.get(found, found.removeprefix("docs/"))
         if files.get_file_from_path(uri) is not None:
-            return f"[{text}]({os.path.relpath(uri, os.path.dirname(page) or '.')}{anchor})"
+            return f"[{text}]({posixpath.relpath(uri, posixpath.dirname(page) or '.')}{anchor})"
     # a file of the repository that is no page keeps its name; what is not there at all fails the build
     return text if (ROOT / there).exists() else match[0]
 

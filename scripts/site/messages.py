@@ -6,15 +6,16 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("delta_sync", "trl_callback", "vllm_delta_plugin")
 HEAD = """# Error messages
 
-Every message that an error of delta-weight-sync can begin with, read out of the code when this page was built. A message reads *about,
-expected …, got …. Remedy: …*; parts in ‹angle brackets› are filled in when it happens. Use the search box on words of yours that
-are no names. What the classes mean, and what to do first, is in [Operations](OPERATIONS.md).
+Every message that an error of delta-weight-sync can begin with, read out of the code when this page was built. It reads
+*about, expected …, got …. Remedy: …*; <var>slanted</var> parts are filled in when it happens. Search for words of yours
+that are no names. What the classes mean, and what to do first, is in [Operations](OPERATIONS.md).
 """
 
 
@@ -79,6 +80,7 @@ def page() -> str:
     return "".join(parts)
 
 
+@cache
 def _trees() -> dict[str, ast.Module]:
     paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
     return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in paths}
@@ -99,7 +101,7 @@ def _text(node: ast.expr, scope: ast.AST) -> str:
     if isinstance(node, ast.JoinedStr):
         return "".join(_text(part, scope) for part in node.values)
     if isinstance(node, ast.FormattedValue):
-        return f"‹{ast.unparse(node.value)}›"
+        return f"«{ast.unparse(node.value)}»"
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _text(node.left, scope) + _text(node.right, scope)
     if isinstance(node, ast.IfExp):
@@ -108,7 +110,7 @@ def _text(node: ast.expr, scope: ast.AST) -> str:
         values = _assigned(node.id, scope)
         if len(values) == 1 and not isinstance(values[0], ast.Name):
             return _text(values[0], scope)
-    return f"‹{ast.unparse(node)}›"
+    return f"«{ast.unparse(node)}»"
 
 
 def _assigned(name: str, scope: ast.AST) -> list[ast.expr]:
@@ -126,6 +128,14 @@ def _assigned(name: str, scope: ast.AST) -> list[ast.expr]:
 
 
 def _cell(text: str) -> str:
-    for sign, code in (("&", "&amp;"), ("|", "&#124;"), ("<", "&lt;"), ("*", "\\*"), ("`", "\\`"), ("[", "\\["), ("_", "\\_")):
+    for sign, code in (
+        ("&", "&amp;"),
+        ("|", "&#124;"),
+        ("<", "&lt;"),
+        ("*", "\\*"),
+        ("`", "\\`"),
+        ("[", "\\["),
+        ("_", "\\_"),
+    ):
         text = text.replace(sign, code)
-    return text
+    return text.replace("«", "<var>").replace("»", "</var>")

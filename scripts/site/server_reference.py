@@ -10,7 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = """# The server's flags, settings and routes
 
-What `vllm serve` takes and answers once the plugin is installed. How to use it: [Serving](../SERVING.md), [Fleet](../FLEET.md).
+What `vllm serve` takes and answers once the plugin is installed. How to use it: [Serving](../SERVING.md),
+[Fleet](../FLEET.md).
 
 ## Flags
 
@@ -29,7 +30,7 @@ SETTINGS = """
 
 ## Routes
 
-All of them ask for vLLM's API key where the server has one. The last column says where an operator's key (`DELTA_SYNC_ADMIN_KEY`) is needed instead.
+All of them ask for vLLM's API key where the server has one, or for the operator's (`DELTA_SYNC_ADMIN_KEY`).
 
 | route | what it does | key |
 |---|---|---|
@@ -64,7 +65,10 @@ def flags_and_helps() -> list[tuple[str, str]]:
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(parser)
     return [
-        (f"{action.option_strings[0]} {action.metavar or '{' + ','.join(action.choices or ()) + '}'}", action.help or "")
+        (
+            f"{action.option_strings[0]} {action.metavar or '{' + ','.join(action.choices or ()) + '}'}",
+            action.help or "",
+        )
         for action in parser._actions
     ]
 

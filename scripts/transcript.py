@@ -97,6 +97,7 @@ def readme_script() -> str:
 def script_of(page: Page, model: str, steps: int, url: str) -> str:
     """README's script for this model and so many steps, with anchors often enough for a short run."""
     text = readme_script().replace(MODEL, model).replace("max_steps=100", f"max_steps={steps}")
+    text = text.replace("bf16=True", "bf16=True, use_cpu=True")
     text = text.replace(f'DeltaSyncCallback("{RUN}")', f'DeltaSyncCallback("{RUN}", anchor_every=3)')
     return page.real(text).replace(SERVER, url)
 
@@ -140,7 +141,8 @@ def train(page: Page, folder: Path, checkpoint: Path) -> None:
     page.say("## Training\n\nOn the rollout machine:")
     page.show("console", f"$ {serve_line('rollouts-0')} &")
     page.say(
-        "On the trainer's, README's script with 8 steps, and an anchor every third version as the run is so short:"
+        "On the trainer's, README's script with 8 steps and `use_cpu`, and with an anchor every third version, "
+        "as the run is so short:"
     )
     with server(page, folder, checkpoint, "rollouts-0") as first:
         script = script_of(page, str(checkpoint), 8, first.url)

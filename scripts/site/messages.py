@@ -27,7 +27,6 @@ class Message:
     about: str
     expected: str
     remedy: str
-    file: str
 
 
 def error_classes() -> dict[str, str]:
@@ -56,13 +55,13 @@ def messages() -> list[Message]:
     """Each call of such a class that says what it is about, sorted by class and text, once."""
     kinds = user_errors()
     found = set()
-    for path, tree in _trees().items():
+    for tree in _trees().values():
         for scope, call in _calls(tree):
             name = call.func.id if isinstance(call.func, ast.Name) else ""
             if name in kinds and call.args:
                 named = {k.arg: _text(k.value, scope) for k in call.keywords}
                 about, expected = _text(call.args[0], scope), named.get("expected", "")
-                found.add(Message(name, about, expected, named.get("remedy", ""), path))
+                found.add(Message(name, about, expected, named.get("remedy", "")))
     return sorted(found)
 
 
@@ -73,10 +72,8 @@ def page() -> str:
         by_kind[message.kind].append(message)
     parts = [HEAD]
     for kind, rows in by_kind.items():
-        parts.append(f"\n## {kind}\n\n| about | expected | remedy | raised in |\n|---|---|---|---|\n")
-        parts += [
-            f"| {_cell(row.about)} | {_cell(row.expected)} | {_cell(row.remedy)} | `{row.file}` |\n" for row in rows
-        ]
+        parts.append(f"\n## {kind}\n\n| about | expected | remedy |\n|---|---|---|\n")
+        parts += [f"| {_cell(row.about)} | {_cell(row.expected)} | {_cell(row.remedy)} |\n" for row in rows]
     return "".join(parts)
 
 

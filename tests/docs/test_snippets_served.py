@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import shell_block
+import torch
 import world as worlds
 from blocks import ASKS, TRAINS, of
 from helpers.server import QUIET_CPU, VllmServer
@@ -61,6 +62,8 @@ def test_training_scripts(block, served, tmp_path):
     server, names = served
     code = re.sub(r"max_steps=\d+", f"max_steps={STEPS}", worlds.World(tmp_path, names).real(block.code))
     assert f"max_steps={STEPS}" in code
+    if not torch.cuda.is_available():
+        code = code.replace("bf16=True", "bf16=True, use_cpu=True")
     (tmp_path / "snippet.py").write_text(code)
     before = server.status()["version"]
     done = subprocess.run(

@@ -14,6 +14,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,6 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from helpers.server import QUIET_CPU, VllmServer  # noqa: E402
 from helpers.tiny_models import build  # noqa: E402
 
+PATIENCE = 1500.0  # seconds for each thing that is waited for: it may run beside other work
 MARK = "<!-- not run: this page is written by scripts/transcript.py, which runs it -->\n"
 SERVER, MODEL, RUN = "http://rollouts:8000", "Qwen/Qwen3-0.6B", "/mnt/run"
 
@@ -49,7 +52,7 @@ class Page:
         for line in lines:
             done = subprocess.run(
                 ["bash", "-c", self.real(line)], cwd=self.folder, env=environment(self.folder), text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600, check=False,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=PATIENCE, check=False,
             )  # fmt: skip
             content += f"$ {line}\n{done.stdout.rstrip()}\n"
             printed += done.stdout
@@ -97,7 +100,7 @@ def readme_script() -> str:
 def script_of(page: Page, model: str, steps: int, url: str) -> str:
     """README's script for this model and so many steps, with anchors often enough for a short run."""
     text = readme_script().replace(MODEL, model).replace("max_steps=100", f"max_steps={steps}")
-    text = text.replace("bf16=True", "bf16=True, use_cpu=True")
+    text = text.replace("bf16=True", "bf16=True, use_cpu=True, max_completion_length=16")
     text = text.replace(f'DeltaSyncCallback("{RUN}")', f'DeltaSyncCallback("{RUN}", anchor_every=3)')
     return page.real(text).replace(SERVER, url)
 
@@ -122,12 +125,18 @@ def serve_line(replica: str) -> str:
     return f'vllm serve {MODEL} --delta-sync {RUN} --delta-sync-config \'{{"replica": "{replica}"}}\''
 
 
-def server(page: Page, folder: Path, checkpoint: Path, replica: str) -> VllmServer:
-    """A replica of this name; its address is shown as the README's."""
+@contextmanager
+def server(page: Page, folder: Path, checkpoint: Path, replica: str) -> Iterator[VllmServer]:
+    """A replica of this name while the block runs; its address is shown as the README's."""
     arguments = ["--delta-sync", str(folder / "run"), "--delta-sync-config", f'{{"replica": "{replica}"}}']
     found = VllmServer(checkpoint, folder / f"{replica}.log", arguments)
     page.names[found.url] = SERVER
-    return found
+    try:
+        found.start()
+        found.wait_healthy(PATIENCE)
+        yield found
+    finally:
+        found.stop()
 
 
 def train(page: Page, folder: Path, checkpoint: Path) -> None:
@@ -141,15 +150,15 @@ def train(page: Page, folder: Path, checkpoint: Path) -> None:
     page.say("## Training\n\nOn the rollout machine:")
     page.show("console", f"$ {serve_line('rollouts-0')} &")
     page.say(
-        "On the trainer's, README's script with 8 steps and `use_cpu`, and with an anchor every third version, "
+        "On the trainer's, README's script with 5 short steps on the CPU, and an anchor every third version "
         "as the run is so short:"
     )
     with server(page, folder, checkpoint, "rollouts-0") as first:
-        script = script_of(page, str(checkpoint), 8, first.url)
+        script = script_of(page, str(checkpoint), 5, first.url)
         (folder / "train.py").write_text(script)
         page.show("python", script)
         page.run("python train.py 2>&1 | grep train_runtime")
-        first.wait_version(9)
+        first.wait_version(6, timeout=PATIENCE)
         page.run(f"delta-sync ledger {RUN}")
 
 
@@ -169,35 +178,35 @@ def find(page: Page, folder: Path, checkpoint: Path) -> None:
     )
     page.show("console", f"$ {serve_line('rollouts-1')} &")
     with server(page, folder, checkpoint, "rollouts-1") as second:
-        second.wait_status("a refusal", lambda status: status["state"] == "refused")
+        second.wait_status("a refusal", lambda status: status["state"] == "refused", PATIENCE)
         page.say("Its answers look worse than they should. Who serves what?")
         said = page.run(f"delta-sync ledger {RUN} --last 4", code=1)
         expect(
-            "refused 9" in said and "sha256 of object" in said, "the ledger does not name the refused version and why"
+            "refused 6" in said and "sha256 of object" in said, "the ledger does not name the refused version and why"
         )
         page.say(
-            "`rollouts-1` lags: it would not take version 9, because an object of that is not what the manifest "
+            "`rollouts-1` lags: it would not take version 6, because an object of that is not what the manifest "
             "promises, and serves the last weights that it could prove. Is it the bucket, or that machine?"
         )
         said = page.run(f"delta-sync verify {RUN}", code=1)
-        expect("deltas/000000000009" in said, "verify does not name the object")
+        expect("deltas/000000000006" in said, "verify does not name the object")
         page.say(
-            "It is the bucket: whoever reads version 9 meets the same, and all else is whole and proven. Looking "
+            "It is the bucket: whoever reads version 6 meets the same, and all else is whole and proven. Looking "
             "into that version says so too, the one before is fine:"
         )
-        page.run(f"delta-sync inspect {RUN}@9 --top 1", code=1)
-        page.run(f"delta-sync inspect {RUN}@8 --top 3 | head -3")
+        page.run(f"delta-sync inspect {RUN}@6 --top 1", code=1)
+        page.run(f"delta-sync inspect {RUN}@5 --top 3 | head -3")
         page.say("And is it the store as such, or was it this one file?")
         page.run(f"delta-sync doctor {RUN}")
         page.say(
             "The store is well. So: one damaged object, with no trainer there to put it again.\n\n"
-            "## The way out\n\nVersion 8 is whole. It becomes a checkpoint, and training goes on from it on that URI:"
+            "## The way out\n\nVersion 5 is whole. It becomes a checkpoint, and training goes on from it on that URI:"
         )
-        page.run(f"delta-sync materialize {RUN}@8 ckpt-8")
-        script = script_of(page, "ckpt-8", 2, second.url)
+        page.run(f"delta-sync materialize {RUN}@5 ckpt-5")
+        script = script_of(page, "ckpt-5", 2, second.url)
         (folder / "train.py").write_text(script)
         page.run("sed -n '/model=/p;/max_steps/p' train.py", "python train.py 2>&1 | grep train_runtime")
-        second.wait_status("a live state", lambda status: status["state"] == "live" and status["lag"] == 0)
+        second.wait_status("a live state", lambda status: status["state"] == "live" and status["lag"] == 0, PATIENCE)
         said = page.run(f"delta-sync ledger {RUN} --last 3")
         expect("refused" not in said, "the replica still refuses")
         page.say(

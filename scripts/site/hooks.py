@@ -35,6 +35,15 @@ _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#\s]+)(#[^)\s]*)?\
 _PICTURE = re.compile(r"!\[([^\]]*)\]\((?:[^)\s]*/)?(img/[\w-]+\.svg)\)")
 
 
+def on_config(config: Any) -> Any:
+    """Put pages that have no line in mkdocs.yml at the end, so that none is lost."""
+    docs = Path(config.docs_dir)
+    pages = [path.relative_to(docs).as_posix() for path in sorted(docs.rglob("*.md"))]
+    if more := [page for page in pages if page not in repr(config.nav)]:
+        config.nav.append({"More": more})
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are no files of docs/."""
     for source, page in OUTSIDE.items():

@@ -39,7 +39,7 @@ def on_config(config: Any) -> Any:
     """Put pages that have no line in mkdocs.yml at the end, so that none is lost."""
     docs = Path(config.docs_dir)
     pages = [path.relative_to(docs).as_posix() for path in sorted(docs.rglob("*.md"))]
-    if more := [page for page in pages if page not in repr(config.nav)]:
+    if more := [page for page in pages if repr(page) not in repr(config.nav)]:
         config.nav.append({"More": more})
     return config
 

@@ -5,7 +5,7 @@ BACKEND ?= auto
 OLDEST  ?= .venv-oldest
 PY      := $(VENV)/bin/python
 
-.PHONY: demo test test-long test-oldest test-ui test-hub-live browser screenshots check bench setup clean
+.PHONY: demo test test-long test-oldest test-ui test-hub-live browser screenshots check docs bench setup clean
 
 setup:
 	@$(PYTHON) scripts/setup_env.py $(VENV) --backend $(BACKEND)
@@ -50,8 +50,12 @@ check: setup
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
 
+# The documentation as a site, build/site/index.html; a warning is an error. `make docs ARGS=serve` shows it while one writes.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs $(or $(ARGS),build --strict --quiet)
+
 bench: setup
 	$(PY) benchmarks/wire_layouts.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .cache runs
+	rm -rf $(VENV) .cache build runs

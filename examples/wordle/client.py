@@ -48,14 +48,21 @@ class Turn:
 class WordleClient:
     """One session on an OpenEnv Wordle server, over its WebSocket; connects at the first reset, and again if cut.
 
-    `token` is sent as a Bearer token (private Spaces). `slot_timeout` is how many seconds reset waits
-    for a free session on a server that is full. Raises WordleServerError.
+    `token` is sent as a Bearer token. `slot_timeout` is how many seconds reset waits for a free session on a server
+    that is full, `wake_timeout` on one that can't be reached, as a Space that wakes up. Raises WordleServerError.
     """
 
     def __init__(
-        self, url: str, *, token: str | None = None, timeout: float = 60.0, slot_timeout: float = 120.0
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeout: float = 60.0,
+        slot_timeout: float = 120.0,
+        wake_timeout: float = 0.0,
     ) -> None:
-        self.url, self._timeout, self._slot_timeout = url, timeout, slot_timeout
+        self.url, self._timeout = url, timeout
+        self._patience = {"CAPACITY_REACHED": slot_timeout, "CLOSED": slot_timeout, "UNREACHABLE": wake_timeout}
         self._socket_url = websocket_url(url)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._socket: ClientConnection | None = None
@@ -65,7 +72,7 @@ class WordleClient:
     def reset(self, seed: int | None = None) -> Turn:
         """Start a new game; a server may ignore the seed (TextArena's does)."""
         data = {} if seed is None else {"seed": seed}
-        deadline = time.monotonic() + self._slot_timeout
+        started = time.monotonic()
         pause = 0.25
         while True:
             try:
@@ -73,7 +80,7 @@ class WordleClient:
                 return self._turn(self._ask({"type": "reset", "data": data}))
             except WordleServerError as error:
                 self.close()
-                if error.code not in ("CAPACITY_REACHED", "CLOSED") or time.monotonic() + pause > deadline:
+                if time.monotonic() + pause > started + self._patience.get(error.code, 0.0):
                     raise
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(4.0, pause * 2)
@@ -111,8 +118,12 @@ class WordleClient:
                 )
                 self._socket = self._open.enter_context(connecting)
             except (OSError, InvalidStatus, TimeoutError) as error:
+                refused = isinstance(error, InvalidStatus) and error.response.status_code in (401, 403, 404)
                 raise WordleServerError(
-                    self.url, f"no connection ({error})", remedy="check the URL, the token, and that the server runs"
+                    self.url,
+                    f"no connection ({error})",
+                    "REFUSED" if refused else "UNREACHABLE",
+                    "check the URL, the token, and that the server runs",
                 ) from error
         return self._socket
 

@@ -30,7 +30,7 @@ class Guard:
             raise ValueError(f"guard: expected a key, got none. Remedy: set {KEYS[0]}")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it with 401; a WebSocket is closed before it opens, which clients see as 403."""
+        """Pass the request on, or refuse it with 401; a WebSocket is closed before it opens (clients see 403)."""
         if scope["type"] == "http" and scope["path"] == "/":
             await _answer(send, 200, {"status": "running", "health": "/health"})  # what the Space's page shows
         elif scope["type"] == "lifespan" or scope["path"] == "/health" or self._accepts(scope["headers"]):

@@ -1,6 +1,6 @@
 """Become `vllm serve --delta-sync` on port 7860, with everything that is secret taken from the environment.
 
-Variables: MODEL, DELTA_SYNC_URI and, if wanted, VLLM_ARGS (more arguments of `vllm serve`, quoted as in a shell).
+Variables: MODEL, DELTA_SYNC_URI and, if wanted, SERVE_ARGS (more arguments of `vllm serve`, quoted as in a shell).
 Secrets: VLLM_API_KEY, and HF_TOKEN for an hf:// bucket or a model that is not public.
 """
 
@@ -60,7 +60,7 @@ def command(env: Mapping[str, str]) -> list[str]:
     """The server's command line; no secret is in it, as every process of the machine may read it."""
     serve = ["vllm", "serve", env["MODEL"], "--delta-sync", env["DELTA_SYNC_URI"], "--dtype", "bfloat16"]
     serve += ["--host", "0.0.0.0", "--port", PORT, "--middleware", "guard.Guard"]
-    return serve + shlex.split(env.get("VLLM_ARGS", ""))
+    return serve + shlex.split(env.get("SERVE_ARGS", ""))
 
 
 def main() -> None:

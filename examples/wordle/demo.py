@@ -91,7 +91,7 @@ class Demo:
         with httpx.Client(base_url=self.server_url, headers=headers, trust_env=False) as client:
             models = client.get("/v1/models", timeout=30).raise_for_status().json()
             model = models["data"][0]["id"]
-            # vLLM compiles its log-prob kernel at the first request that asks for them, and every stream waits meanwhile.
+            # vLLM compiles its log-prob kernel at the first request for them, and every stream waits meanwhile.
             first = {"model": model, "prompt": STREAM_PROMPT, "max_tokens": 2, "logprobs": 0}
             client.post("/v1/completions", json=first, timeout=self.args.server_timeout).raise_for_status()
         return StreamRecorder(self.server_url, model, STREAM_PROMPT, self.args.context - 16, self.api_key)

@@ -1,11 +1,11 @@
-"""The two-Space run on one machine: everything that the Hub does is done here, everything of ours runs as it would there.
+"""The two-Space run on one machine: what the Hub does is played here, what is ours runs as it would there.
 
     python -m examples.wordle.rehearsal                 # 8 steps
-    python -m examples.wordle.rehearsal --kill-server   # with the rollouts' entrypoint killed -9 half way, and restarted
+    python -m examples.wordle.rehearsal --kill-server   # the rollouts' entrypoint killed -9 half way, and restarted
 
-The tests' Hub holds bucket and Spaces. `examples.wordle.spaces` creates them there; each Space is then built from what
-it uploaded, by the steps of its Dockerfile, in a root and a network namespace of its own, and its entrypoint runs there as
-its user. The trainer is started with the command that `spaces` prints: it knows both only by URL and key.
+The tests' Hub holds bucket and Spaces. `examples.wordle.spaces` creates them there; each Space is then built from
+what it uploaded, by its Dockerfile's steps, in a root and a network namespace of its own, and its entrypoint runs there
+as a user of its own. The trainer is started with the command that `spaces` prints: it knows both by URL and key alone.
 Needs Linux and root; no Docker engine. The report and the last line are the demo's.
 """
 

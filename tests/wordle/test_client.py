@@ -1,7 +1,9 @@
+import socket
 import threading
 import time
 
 import pytest
+import uvicorn
 from fastapi import FastAPI, WebSocket
 
 from examples.wordle.client import WordleClient, WordleServerError, websocket_url
@@ -55,6 +57,20 @@ def test_reset_reconnects_after_the_session_was_cut(wordle_url):
 def test_nobody_there():
     with pytest.raises(WordleServerError, match="no connection"):
         WordleClient("http://127.0.0.1:9", timeout=2).reset()
+
+
+def test_a_server_that_gets_up_in_time_is_waited_for(serve):
+    with socket.socket() as late:
+        late.bind(("127.0.0.1", 0))  # nobody listens: connections are refused
+        port = late.getsockname()[1]
+        with pytest.raises(WordleServerError) as caught:
+            WordleClient(f"http://127.0.0.1:{port}", wake_timeout=0.6).reset()
+        assert caught.value.code == "UNREACHABLE"
+    server = uvicorn.Server(uvicorn.Config(create_app(1), port=port, log_level="error"))
+    threading.Timer(1.0, server.run).start()
+    with WordleClient(f"http://127.0.0.1:{port}", wake_timeout=30) as wordle:
+        assert not wordle.reset().done
+    server.should_exit = True
 
 
 def test_a_silent_server_is_given_up_on(serve):

@@ -20,6 +20,11 @@ PIP_OFFLINE = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_
 SYSTEM = ("/usr", "/etc", "/sys", "/dev", "/proc")  # of this machine; what these hold is not changed
 TOOLS = ("unshare", "nsenter", "chroot", "mount", "ip")
 
+PROBE = (
+    "mount -t tmpfs t /mnt && mkdir /mnt/u /mnt/w &&"
+    " mount -t overlay o -o lowerdir=/usr/bin,upperdir=/mnt/u,workdir=/mnt/w /mnt/u"
+)
+
 
 class ContainerFailed(RuntimeError):
     """A step of the image, or the setting up of its root, failed; the message has its output."""
@@ -31,9 +36,8 @@ def why_not() -> str | None:
         return "needs root on Linux: namespaces, another user and a root of its own"
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         return f"needs {', '.join(missing)}"
-    probe = "mount -t tmpfs t /mnt && mkdir /mnt/u /mnt/w && mount -t overlay o -o lowerdir=/usr/bin,upperdir=/mnt/u,workdir=/mnt/w /mnt/u"
     done = subprocess.run(
-        ["unshare", "--mount", "--net", "sh", "-c", probe], capture_output=True, text=True, check=False
+        ["unshare", "--mount", "--net", "sh", "-c", PROBE], capture_output=True, text=True, check=False
     )
     return None if done.returncode == 0 else f"may not mount here: {done.stderr.strip()}"
 

@@ -49,7 +49,8 @@ class WordleClient:
     """One session on an OpenEnv Wordle server, over its WebSocket; connects at the first reset, and again if cut.
 
     `token` is sent as a Bearer token. `slot_timeout` is how many seconds reset waits for a free session on a server
-    that is full, `wake_timeout` on one that can't be reached, as a Space that wakes up. Raises WordleServerError.
+    that is full, `wake_timeout` on one that can't be reached, as a Space that wakes up; with it, a game with a seed is
+    played up to where it was when its server was restarted. Raises WordleServerError.
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class WordleClient:
         self._socket: ClientConnection | None = None
         self._open = ExitStack()  # holds the connection; websockets wants it entered as a context
         self._transcript = ""
+        self._seed: int | None = None
+        self._said: list[str] = []
 
     def reset(self, seed: int | None = None) -> Turn:
         """Start a new game; a server may ignore the seed (TextArena's does)."""
@@ -76,7 +79,7 @@ class WordleClient:
         pause = 0.25
         while True:
             try:
-                self._transcript = ""
+                self._transcript, self._seed, self._said = "", seed, []
                 return self._turn(self._ask({"type": "reset", "data": data}))
             except WordleServerError as error:
                 self.close()
@@ -91,7 +94,30 @@ class WordleClient:
 
     def say(self, message: str) -> Turn:
         """Send a message as it is, with the guess in square brackets somewhere in it."""
+        try:
+            turn = self._step(message)
+        except WordleServerError as error:
+            cut = error.code in ("CLOSED", "UNREACHABLE") and self._patience["UNREACHABLE"] > 0
+            if not cut or self._seed is None:
+                raise
+            turn = self._resume(message, self._seed)
+        self._said.append(message)
+        return turn
+
+    def _step(self, message: str) -> Turn:
         return self._turn(self._ask({"type": "step", "data": {"message": message}}))
+
+    def _resume(self, message: str, seed: int) -> Turn:
+        """Play the same game again up to here, on a server that came back, and then the message."""
+        said, known = self._said, self._transcript
+        self.reset(seed)
+        for earlier in said:
+            self._step(earlier)
+        if self._transcript != known:
+            remedy = "reset again; a server that honours seeds could have gone on"
+            raise WordleServerError(self.url, "the session was lost, and its seed drew another game", "CLOSED", remedy)
+        self._said = said
+        return self._step(message)
 
     def close(self) -> None:
         """End the session; closing twice is fine."""

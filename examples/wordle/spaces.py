@@ -31,6 +31,7 @@ from examples.wordle.wake import NotAwake, wait_until_awake
 POLL = 2.0  # seconds
 LOG_LINES = 15
 FREE = "cpu-basic"
+SLEEP = 3600  # seconds without a request after which paid hardware is let go; a rollout is a request
 FAILED = ("BUILD_ERROR", "CONFIG_ERROR", "RUNTIME_ERROR", "NO_APP_FILE", "DELETING")
 ASLEEP = ("PAUSED", "STOPPED", "SLEEPING")
 SPACE_TOKEN = "SPACE_HF_TOKEN"
@@ -225,9 +226,6 @@ def confirmed(question: str) -> bool:
     return sys.stdin.isatty() and input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
-SLEEP = 3600  # seconds without a request after which paid hardware is let go; a rollout is a request
-
-
 def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--owner", help="user or organisation (default: who you are logged in as)")
@@ -238,7 +236,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hardware", help="the rollouts' (gpu: l4x1, cpu: cpu-basic)")
     parser.add_argument("--vllm-args", help="more arguments of `vllm serve`, as one word")
     parser.add_argument("--keys", type=Path, help="file that keeps the Spaces' keys (default: runs/NAME.env)")
-    parser.add_argument("--new-keys", action="store_true", help="make new keys; clients with the old ones are refused")
+    parser.add_argument("--new-keys", action="store_true", help="make new keys, and set the Spaces' secrets anew")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds until both must be healthy")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
     parser.add_argument("--teardown", action="store_true", help="delete both Spaces and the bucket")

@@ -41,7 +41,6 @@ HUB = f"http://{NETWORK}.1:{PORT}"
 HOSTS = {"wordle-env": (f"{NETWORK}.2", "1001"), "wordle-rollouts": (f"{NETWORK}.3", "1000")}  # address, user
 URI = "hf://buckets/tester/wordle/run-1"
 INSIDE = "DELTA_SYNC_REHEARSAL"
-STARTED = 600.0  # seconds until an entrypoint must be healthy
 
 
 class Rehearsal(demo.Demo):
@@ -88,7 +87,7 @@ class Rehearsal(demo.Demo):
         self.environments[name] = {**space.variables, **space.secrets, "HF_ENDPOINT": HUB, **threads}
         child = self._start(name)
         space.host = f"http://{address}:7860"
-        self.processes.wait(lambda: demo.healthy(space.host), child, STARTED)
+        self.processes.wait(lambda: demo.healthy(space.host), child, self.args.server_timeout)
         return "RUNNING"
 
     def _start(self, name: str) -> Child:

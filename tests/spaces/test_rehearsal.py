@@ -24,6 +24,7 @@ def test_two_spaces_and_a_kill_in_the_middle(tmp_path):
     byte_tokenizer().save_pretrained(model)
     subprocess.run(["chmod", "-R", "a+rX", model], check=True)  # transformers writes weights for their owner alone
     words = ["--kill-server", "--model", model, "--output", tmp_path / "runs", "--generations=4", "--turns=1"]
+    words += ["--server-timeout=900"]
     command = [sys.executable, "-m", "examples.wordle.rehearsal", *map(str, words), "--learning-rate=1e-4"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1400, env=os.environ)
     assert done.returncode == 0, done.stderr[-3000:]

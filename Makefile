@@ -5,13 +5,17 @@ BACKEND ?= auto
 OLDEST  ?= .venv-oldest
 PY      := $(VENV)/bin/python
 
-.PHONY: demo test test-long test-oldest test-ui test-hub-live browser screenshots check docs bench setup clean
+.PHONY: demo rehearsal test test-long test-oldest test-ui test-hub-live browser screenshots check docs bench setup clean
 
 setup:
 	@$(PYTHON) scripts/setup_env.py $(VENV) --backend $(BACKEND)
 
 demo: setup
 	@$(PY) -m examples.wordle.demo $(ARGS)
+
+# The two-Space run on one machine (Linux, as root): ARGS=--kill-server restarts the rollouts in between.
+rehearsal: setup
+	@$(PY) -m examples.wordle.rehearsal $(ARGS)
 
 test: setup
 	$(PY) -m pytest -m "not long and not gpu" $(ARGS)
@@ -49,6 +53,7 @@ check: setup
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/hadolint docker/*/Dockerfile
 
 # The documentation as a site, build/site/index.html; a warning is an error. `make docs ARGS=serve` shows it while one writes.
 docs: setup

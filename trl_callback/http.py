@@ -184,4 +184,6 @@ def _json(answer: _Answer, name: str) -> Any:
     try:
         return json.loads(answer.body)
     except (ValueError, RecursionError):
+        if answer.body.lstrip().startswith(b"<"):  # a proxy's, while what is behind it sleeps or starts
+            raise ServerUnavailableError(name, expected="JSON", got=f"a web page: {_excerpt(answer)}") from None
         raise FormatError(name, expected="JSON", got=_excerpt(answer)) from None

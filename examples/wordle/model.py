@@ -25,6 +25,8 @@ def smollm2(cache: Path) -> Path:
     scratch = Path(tempfile.mkdtemp(prefix=f".{gguf.stem}-", dir=cache))
     try:
         _convert(gguf, scratch)
+        for path in (scratch, *scratch.iterdir()):  # a temporary folder is its maker's alone; a server may be another
+            path.chmod(0o755 if path.is_dir() else 0o644)
         shutil.rmtree(folder, ignore_errors=True)
         scratch.rename(folder)
     finally:

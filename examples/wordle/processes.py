@@ -96,6 +96,14 @@ class Processes:
             tick()
             time.sleep(POLL)
 
+    def kill(self, child: Child) -> None:
+        """SIGKILL to a child's whole group, as an out-of-memory kill or a lost machine is; it is no longer watched."""
+        _signal_group(child, signal.SIGKILL)
+        child.process.wait()
+        child.file.close()
+        _wait_for_end({child.process.pid}, KILL_SECONDS)
+        self._children.remove(child)
+
     def stop(self) -> None:
         """SIGTERM to every group, and SIGKILL to those with a member left after `grace` seconds."""
         for child in reversed(self._children):

@@ -40,7 +40,7 @@ def write(folder: Path, facts: dict[str, Any], streams: Sequence[Sequence[float]
     return path
 
 
-def _figure(title: str, x: str, y: str) -> tuple[Any, Any]:
+def new_figure(title: str, x: str, y: str) -> tuple[Any, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -53,7 +53,7 @@ def _figure(title: str, x: str, y: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _save(figure: Any, folder: Path, name: str) -> str:
+def save(figure: Any, folder: Path, name: str) -> str:
     from matplotlib import pyplot
 
     figure.savefig(folder / f"{name}.png", dpi=130)
@@ -62,12 +62,12 @@ def _save(figure: Any, folder: Path, name: str) -> str:
 
 
 def _draw(folder: Path, picture: Picture, rows: Sequence[dict[str, Any]]) -> str:
-    figure, axes = _figure(picture.title, "version", picture.unit)
+    figure, axes = new_figure(picture.title, "version", picture.unit)
     points = [(row["version"], row[picture.column] * picture.scale) for row in rows if row[picture.column] is not None]
     axes.plot(*zip(*points, strict=True) if points else ([], []), marker="o", color="tab:blue")
     axes.set_ylim(bottom=0)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    return _save(figure, folder, picture.column)
+    return save(figure, folder, picture.column)
 
 
 def _draw_timeline(
@@ -77,7 +77,7 @@ def _draw_timeline(
 ) -> str:
     """Token gaps over time, with a line at every commit: commits that paused the stream would stand under a peak."""
     start = min((times[0] for times in streams if times), default=0.0)
-    figure, axes = _figure("Pauses between tokens of the open stream", "seconds", "ms since the token before")
+    figure, axes = new_figure("Pauses between tokens of the open stream", "seconds", "ms since the token before")
     for times in streams:
         gaps = [1000 * (b - a) for a, b in pairwise(times)]
         axes.plot([t - start for t in times[1:]], gaps, linewidth=0.7, color="tab:blue")
@@ -86,4 +86,4 @@ def _draw_timeline(
     axes.set_ylim(bottom=0)
     axes.plot([], [], color="tab:orange", label=f"{len(commits)} commits")
     axes.legend(loc="upper right", frameon=False)
-    return _save(figure, folder, "timeline")
+    return save(figure, folder, "timeline")

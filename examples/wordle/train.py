@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,18 @@ from examples.wordle import text_rollout
 from examples.wordle.client import Turn, WordleClient
 from examples.wordle.cpu_bf16 import use_float32_products
 from examples.wordle.rewards import progress
+from examples.wordle.wake import NotAwake, wait_until_awake
 from trl_callback import DeltaSyncCallback
 
+ENV_TOKEN = "WORDLE_ENV_TOKEN"  # the environment's key, where it asks for one
 TOOL_PROMPT = "Play a game of Wordle. Call the tool `guess` with one five-letter word at a time until the game is over."
 
 
 class WordleEnv:
     """A game that the model plays by calling its public methods as tools; TRL makes one per rollout."""
 
-    def __init__(self, url: str, token: str | None) -> None:
-        self._client = WordleClient(url, token=token)
+    def __init__(self, client: Callable[[], WordleClient]) -> None:
+        self._client = client()
         self._turns: list[Turn] = []
 
     def reset(self, seed: int | None = None, **_: Any) -> str:
@@ -72,17 +75,17 @@ def progress_reward(progress: list[float], **_: Any) -> list[float]:
 
 def way_to_play(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
     """The arguments of GRPOTrainer that differ between a model with tools and one without."""
-    token = os.environ.get("WORDLE_ENV_TOKEN")  # for a private Space
+    client = partial(WordleClient, args.env, token=os.environ.get(ENV_TOKEN), wake_timeout=args.wake_timeout)
     games = range(args.seed, args.seed + args.games)
     if supports_tool_calling(tokenizer):
         rows = [{"prompt": [{"role": "user", "content": TOOL_PROMPT}], "seed": seed} for seed in games]
         return {
-            "environment_factory": partial(WordleEnv, args.env, token),
+            "environment_factory": partial(WordleEnv, client),
             "reward_funcs": tool_reward,
             "train_dataset": Dataset.from_list(rows),
         }
     return {
-        "rollout_func": text_rollout.TextRollout(tokenizer, partial(WordleClient, args.env, token=token), args.turns),
+        "rollout_func": text_rollout.TextRollout(tokenizer, client, args.turns),
         "reward_funcs": [form_reward, progress_reward],
         "train_dataset": Dataset.from_list([{"prompt": text_rollout.prompt(seed)} for seed in games]),
     }
@@ -124,6 +127,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--codec", choices=("gap", "context"), default="gap", help="context: fewer bytes, one rank")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--wake-timeout", type=float, default=900, help="seconds that a server may take to get up")
     return parser.parse_args()
 
 
@@ -152,9 +156,19 @@ def config(args: argparse.Namespace, tools: bool) -> GRPOConfig:
     )
 
 
+def wake(args: argparse.Namespace) -> None:
+    """Both servers may be Spaces that sleep; better to wait here than in the middle of a trainer's start."""
+    try:
+        wait_until_awake(args.env, os.environ.get(ENV_TOKEN), args.wake_timeout, probe="/metadata")
+        wait_until_awake(args.vllm, os.environ.get("VLLM_API_KEY"), args.wake_timeout, probe="/v1/models")
+    except NotAwake as error:
+        raise SystemExit(f"not awake: {error}") from None
+
+
 def main() -> None:
     args = parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
+    wake(args)
     if not torch.cuda.is_available():
         use_float32_products()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -162,7 +176,10 @@ def main() -> None:
         model=args.model,
         args=config(args, supports_tool_calling(tokenizer)),
         processing_class=tokenizer,
-        callbacks=[DeltaSyncCallback(args.bucket, codec=args.codec), LogToFile(args.output / "metrics.jsonl")],
+        callbacks=[
+            DeltaSyncCallback(args.bucket, codec=args.codec, sync_timeout=max(600.0, args.wake_timeout)),
+            LogToFile(args.output / "metrics.jsonl"),
+        ],
         **way_to_play(args, tokenizer),
     )
     trainer.train()

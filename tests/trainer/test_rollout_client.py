@@ -185,8 +185,18 @@ def test_a_request_the_server_rejects_is_not_repeated(server: StandInServer) -> 
 
 
 def test_answers_that_are_not_json_are_format_errors(server: StandInServer) -> None:
-    server.routes["GET /v1/models"] = lambda _: (200, b"<html>proxy</html>")
-    with pytest.raises(FormatError, match=r"expected JSON.*proxy"):
+    server.routes["GET /v1/models"] = lambda _: (200, b"nonsense")
+    with pytest.raises(FormatError, match=r"expected JSON.*nonsense"):
+        client_of(server).connect(1)
+
+
+def test_a_page_of_a_proxy_before_a_sleeping_server_is_waited_out(server: StandInServer) -> None:
+    real, pages = server.routes["POST /v1/completions"], [b"<!DOCTYPE html>", b"\n <html>starting</html>"]
+    server.routes["POST /v1/completions"] = lambda body: (200, pages.pop()) if pages else real(body)
+    assert client_of(server).generate([[1]])["completion_ids"]
+    assert pages == []
+    server.routes["GET /v1/models"] = lambda _: (200, b"<html>asleep</html>")
+    with pytest.raises(SyncTimeoutError, match=r"healthy within 1 s.*a web page: <html>asleep"):
         client_of(server).connect(1)
 
 

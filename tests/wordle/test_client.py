@@ -1,7 +1,9 @@
+import socket
 import threading
 import time
 
 import pytest
+import uvicorn
 from fastapi import FastAPI, WebSocket
 
 from examples.wordle.client import WordleClient, WordleServerError, websocket_url
@@ -55,6 +57,51 @@ def test_reset_reconnects_after_the_session_was_cut(wordle_url):
 def test_nobody_there():
     with pytest.raises(WordleServerError, match="no connection"):
         WordleClient("http://127.0.0.1:9", timeout=2).reset()
+
+
+def test_a_server_that_gets_up_in_time_is_waited_for(serve):
+    with socket.socket() as late:
+        late.bind(("127.0.0.1", 0))  # nobody listens: connections are refused
+        port = late.getsockname()[1]
+        with pytest.raises(WordleServerError) as caught:
+            WordleClient(f"http://127.0.0.1:{port}", wake_timeout=0.6).reset()
+        assert caught.value.code == "UNREACHABLE"
+    server = uvicorn.Server(uvicorn.Config(create_app(1), port=port, log_level="error"))
+    threading.Timer(1.0, server.run).start()
+    with WordleClient(f"http://127.0.0.1:{port}", wake_timeout=30) as wordle:
+        assert not wordle.reset().done
+    server.should_exit = True
+
+
+def test_a_game_goes_on_after_its_server_was_restarted():
+    def start(port):
+        server = uvicorn.Server(uvicorn.Config(create_app(2), port=port, log_level="error"))
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        return server, thread
+
+    def stop(server, thread):
+        server.force_exit = server.should_exit = True
+        thread.join(10)
+
+    first = start(0)
+    port = first[0].servers[0].sockets[0].getsockname()[1]
+    with WordleClient(f"http://127.0.0.1:{port}", wake_timeout=20) as wordle:
+        wordle.reset(seed=11)
+        before = wordle.guess("crane")
+        stop(*first)
+        second = start(port)
+        assert wordle.guess(draw(11)).reward == 1.0  # two guesses in one game, on two servers
+        wordle.reset(seed=11)
+        assert wordle.guess("crane") == before
+        wordle.reset()
+        stop(*second)
+        third = start(port)
+        with pytest.raises(WordleServerError):  # without a seed it would be another game
+            wordle.guess("crane")
+        stop(*third)
 
 
 def test_a_silent_server_is_given_up_on(serve):

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ from transformers.utils import get_json_schema
 from trl import GRPOConfig, GRPOTrainer
 
 from examples.wordle import train
+from examples.wordle.client import WordleClient
 from examples.wordle.words import draw
 
 QWEN3 = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
 
 
 def options(url, **more):
-    defaults = {"env": url, "seed": 0, "games": 4, "turns": 2}
+    defaults = {"env": url, "seed": 0, "games": 4, "turns": 2, "wake_timeout": 0.0}
     return argparse.Namespace(**{**defaults, **more})
 
 
@@ -31,7 +33,7 @@ def test_the_template_decides_how_to_play(wordle_url):
 
 
 def test_the_tool_is_described_to_the_model(wordle_url):
-    schema = get_json_schema(train.WordleEnv(wordle_url, None).guess)["function"]
+    schema = get_json_schema(train.WordleEnv(partial(WordleClient, wordle_url)).guess)["function"]
     assert schema["name"] == "guess" and schema["parameters"]["required"] == ["guess"]
     assert schema["parameters"]["properties"]["guess"] == {
         "type": "string",
@@ -40,7 +42,7 @@ def test_the_tool_is_described_to_the_model(wordle_url):
 
 
 def test_an_environment_plays_and_resets(wordle_url):
-    env = train.WordleEnv(wordle_url, None)
+    env = train.WordleEnv(partial(WordleClient, wordle_url))
     assert "Wordle" in env.reset(seed=5, prompt="ignored")
     assert "C R A N E" in env.guess("crane")
     assert "Congratulations" in env.guess(draw(5))

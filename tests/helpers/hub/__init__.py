@@ -1,4 +1,4 @@
-"""A small Hub for tests: the bucket API and the Xet storage behind it, as far as the unmodified clients use them.
+"""A small Hub for tests: the bucket API, the Xet storage behind it, and a stand-in for Spaces, as clients use them.
 
 It is written from what the clients send and expect, so it shows how they behave, not what huggingface.co does.
 """

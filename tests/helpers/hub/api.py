@@ -15,6 +15,7 @@ from hf_xet import XetFileInfo, XetSession
 from helpers.hub.buckets import Bucket, File
 from helpers.hub.cas import Cas, byte_range
 from helpers.hub.faults import Fault
+from helpers.hub.spaces_stand_in import SpacesStandIn
 from helpers.hub.wire import Answer, Request, as_json, refusal
 
 _NO_BUCKET = refusal(404, "RepoNotFound", "Bucket not found")
@@ -26,6 +27,7 @@ class HubApi:
     def __init__(self, cas: Cas, tokens: dict[str, str], page: int) -> None:
         self.cas, self.tokens, self.page = cas, tokens, page
         self.buckets: dict[str, Bucket] = {}
+        self.spaces = SpacesStandIn()
         self.closing = threading.Event()
         self.feeds_end = threading.Event()  # set to end every feed that is open
         self.serves_events = True
@@ -41,7 +43,7 @@ class HubApi:
             return self._in_bucket(found[1], right, lambda bucket: self._resolve(bucket, unquote(found[2]), request))
         if found := re.fullmatch(r"/api/buckets/([^/]+)(?:/([^/]+)(?:/(.*))?)?", request.path):
             return self._bucket_call(*found.groups(), request, right, fault)
-        return Answer(404)
+        return self.spaces.answer(request, right) or Answer(404)
 
     def _bucket_call(
         self, owner: str, name: str | None, rest: str | None, request: Request, right: str, fault: Fault | None

@@ -20,19 +20,19 @@ WRITE_TOKEN, READ_TOKEN = "hf_test_write", "hf_test_read"
 
 
 class TestHub:
-    """A Hub on a free port of this machine, as a context manager; point HF_ENDPOINT at ``url``."""
+    """A Hub on a free port of an address of this machine, as a context manager; point HF_ENDPOINT at ``url``."""
 
     __test__ = False  # it is no test case
 
-    def __init__(self, port: int = 0, *, page: int = 100, seed: int = 0) -> None:
+    def __init__(self, port: int = 0, *, host: str = "127.0.0.1", page: int = 100, seed: int = 0) -> None:
         self.faults = Faults(seed)
         self.cas = Cas()
         self.api = HubApi(self.cas, {WRITE_TOKEN: "write", READ_TOKEN: "read"}, page)
         self.asked: list[tuple[str, str]] = []  # (kind, "METHOD path"), in order
         self.requests: list[Request] = []  # the same, whole, but for the storage's
         self.quota: dict[str, int] = {}  # requests of a kind that are left before 429
-        self._server = _Server(("127.0.0.1", port), _handler(self))
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._server = _Server((host, port), _handler(self))
+        self.url = f"http://{host}:{self._server.server_port}"
 
     def __enter__(self) -> TestHub:
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()

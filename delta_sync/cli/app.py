@@ -29,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in (
-    ledger, watch, ui, inspect, diff, verify, materialize, apply, pin, unpin, rollback, reload, reset, compact, gc, mirror,
-    doctor, keygen, parity, bench,
+    ledger, watch, ui, inspect, diff, verify, materialize, apply, pin, unpin, rollback, reload, reset,
+    compact, gc, mirror, doctor, keygen, parity, bench,
 ):  # fmt: skip
     app.command()(command)

@@ -35,7 +35,7 @@ SPANS = {  # every span there is; those after a dot are parts of the one before 
     "delta_sync.publish.commit": "creating the manifest, which makes the version visible",
     "delta_sync.take": "replica: from seeing a version to serving it",
     "delta_sync.take.notice": "from the manifest's creation until the replica saw it; two clocks",
-    "delta_sync.take.fetch": "from the first request to the last object's arrival, on any rank; decoding goes on meanwhile",
+    "delta_sync.take.fetch": "from the first request to the last object, on any rank; decoding goes on meanwhile",
     "delta_sync.take.stage": "all ranks fetching, decoding and staging in the background",
     "delta_sync.take.prove": "comparing what would be served with the manifest's digests",
     "delta_sync.take.commit": "the engine's thread held by the swap",

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -29,6 +30,7 @@ def score(
     ``dtype``: the weights' and the computation's, or ``autocast``: float32 weights computed with in bfloat16, as
     transformers' ``bf16=True`` does.
     """
+    disable_progress_bar()  # of the weights being loaded, on standard error
     autocast = dtype == "autocast"
     model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
         folder, dtype=DTYPES["float32" if autocast else dtype]

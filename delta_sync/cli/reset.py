@@ -43,8 +43,9 @@ def _report(ledger: Ledger, signing_key: str | None, *, dry_run: bool, yes: bool
     what = f"run {claim.run} after {after}: the next version is an origin with complete weights"
     done = not (dry_run or pending)
     if done and not yes:
-        last = f"; {claim.writer} of epoch {claim.epoch} may be at work" if not pending else ""
-        typer.confirm(f"{what}{last}. Forget the chain?", abort=True, err=True)
+        typer.confirm(
+            f"{what}; {claim.writer} of epoch {claim.epoch} may be at work. Forget the chain?", abort=True, err=True
+        )
     made = claim_reset(ledger, key) if done else claim
     document: dict[str, object] = {
         "uri": ledger.store.uri,

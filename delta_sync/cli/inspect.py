@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import typer
 from delta_sync.bitmap import Bits
 from delta_sync.checkpoint import Checkpoint
 from delta_sync.cli.compare import most_changed_table
+from delta_sync.cli.dashboard.heat import layer_of
 from delta_sync.cli.inspect_weights import is_delta, report_weights
 from delta_sync.cli.report import AsJson, Report, Table, bar, finish, many, percent, size
 from delta_sync.cli.run import checked_uri, open_ledger, split_version, version_of
@@ -127,12 +127,6 @@ def _layers(deltas: Sequence[TensorDelta]) -> list[dict[str, Any]]:
         if delta.encoding == "ulp":  # raw entries are for the same tensor again
             row["elements"] += math.prod(delta.shape)
     return sorted(found.values(), key=lambda row: -int(row["changed_elements"]))
-
-
-def layer_of(name: str) -> str:
-    """``model.layers.0`` of all its tensors; the module of one that has no number."""
-    numbered = re.match(r"(.*?\.\d+)\.", name)
-    return numbered[1] if numbered else name.rpartition(".")[0] or name
 
 
 def _streams(objects: Sequence[Object]) -> dict[str, int]:

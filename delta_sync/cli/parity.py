@@ -219,7 +219,8 @@ def _read(answer: dict[str, Any]) -> _Sampled:
     found = choice["logprobs"]
     tops = [max(top, key=lambda name: _number(top[name])) for top in found["top_logprobs"]]
     ids = np.array([int(name.removeprefix("token_id:")) for name in tops])
-    versions = tuple((answer.get("usage") or {}).get("delta_sync", {}).get("versions", ()))
+    spans = (answer.get("usage") or {}).get("delta_sync", {}).get("versions", ())
+    versions = tuple(version for version in spans if version is not None)  # None: of no proven version
     logprobs = np.array([_number(value) for value in found["token_logprobs"]])
     sampled = _Sampled(list(choice["prompt_token_ids"]), list(choice["token_ids"]), logprobs, ids, versions)
     if not (len(sampled.tokens) == logprobs.size == ids.size and sampled.prompt):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from small_run import SHAPES
 
-from delta_sync.cli.inspect import layer_of
-
 
 def test_an_origin_shows_its_tensors_and_its_anchor(run, as_json, cli):
     code, found = as_json("inspect", f"{run.uri}@1")
@@ -34,13 +32,3 @@ def test_layers_and_bars(run, as_json, cli):
     rows = lines[lines.index("most changed layers") + 2 :]
     assert rows[0].startswith("embed") and rows[0].endswith("█" * 24)
     assert rows[2].startswith("norm") and "█" * 2 not in rows[2]
-
-
-def test_names_of_layers():
-    names = {
-        "model.layers.11.mlp.down_proj.weight": "model.layers.11",
-        "model.layers.0.block_sparse_moe.experts.3.w1.weight": "model.layers.0",
-        "lm_head.weight": "lm_head",
-        "scale": "scale",
-    }
-    assert {name: layer_of(name) for name in names} == names

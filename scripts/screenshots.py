@@ -114,7 +114,7 @@ def dashboard(browser, url: str, scheme: str, width: int) -> bytes:
     page.wait_for_selector("html[data-ready]")
     page.locator("#timeline svg text").filter(has_text="Reward").wait_for()
     page.locator("#heat .readout").filter(has_text="most changed").wait_for()
-    page.locator("#uri").evaluate("(node) => (node.textContent = 's3://models/grpo-run')")  # a name, not this folder's
+    page.locator("#uri").evaluate("(node) => (node.textContent = 'file:///mnt/run')")  # as in the other pictures
     top = {"x": 0, "y": 0, "width": width, "height": 1900}
     picture = page.screenshot(full_page=True, **({"clip": top} if width < 500 else {}))
     context.close()

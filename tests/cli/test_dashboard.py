@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 import pytest
 
 from delta_sync.cli.dashboard import server as server_module
-from delta_sync.manifest import Manifest
 from delta_sync.store.local import LocalStore
 
 
@@ -115,9 +114,6 @@ def test_a_publish_and_an_acknowledgement_come_by_themselves(run, page):
         assert seen["replicas"]["rows"][0]["health"] == "current"
 
 
-@pytest.mark.skipif(
-    "metrics" not in Manifest.__dataclass_fields__, reason="manifests carry no metrics before format 1.1"
-)
 def test_rewards_and_times_come_from_manifests_and_acknowledgements(run, page, as_json):
     run.publisher.metrics = {"reward": 0.25, "loss": 1.5}
     run.keep(run.publisher.step(9))

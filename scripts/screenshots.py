@@ -35,7 +35,7 @@ VERSIONS, RESTART, BEHIND = 72, 40, 60  # where a trainer takes over, and where 
 DASHBOARDS = {"dashboard-light": ("light", 1180), "dashboard-dark": ("dark", 1180), "dashboard-phone": ("light", 390)}
 COMMANDS = {
     "cli-ledger": (["ledger", "{uri}", "--last", "8"], 150),
-    "cli-inspect": (["inspect", "{uri}", "--top", "4"], 100),
+    "cli-inspect": (["inspect", "{uri}", "--top", "4"], 118),
     "cli-doctor": (["doctor", "{uri}"], 110),
 }
 # A line is as high as the font says, so that the lines of tables meet.

@@ -35,7 +35,7 @@ VERSIONS, RESTART, BEHIND = 72, 40, 60  # where a trainer takes over, and where 
 DASHBOARDS = {"dashboard-light": ("light", 1180), "dashboard-dark": ("dark", 1180), "dashboard-phone": ("light", 390)}
 COMMANDS = {
     "cli-ledger": (["ledger", "{uri}", "--last", "8"], 150),
-    "cli-inspect": (["inspect", "{uri}", "--top", "4"], 100),
+    "cli-inspect": (["inspect", "{uri}", "--top", "4"], 118),
     "cli-doctor": (["doctor", "{uri}"], 110),
 }
 # A line is as high as the font says, so that the lines of tables meet.
@@ -114,7 +114,7 @@ def dashboard(browser, url: str, scheme: str, width: int) -> bytes:
     page.wait_for_selector("html[data-ready]")
     page.locator("#timeline svg text").filter(has_text="Reward").wait_for()
     page.locator("#heat .readout").filter(has_text="most changed").wait_for()
-    page.locator("#uri").evaluate("(node) => (node.textContent = 's3://models/grpo-run')")  # a name, not this folder's
+    page.locator("#uri").evaluate("(node) => (node.textContent = 'file:///mnt/run')")  # as in the other pictures
     top = {"x": 0, "y": 0, "width": width, "height": 1900}
     picture = page.screenshot(full_page=True, **({"clip": top} if width < 500 else {}))
     context.close()

@@ -153,7 +153,7 @@ class RunView:
             "manifest": manifest.sha256,
             "parent": manifest.parent,
             "signed_by": manifest.signature.key if manifest.signature else None,
-            "metrics": dict(getattr(manifest, "metrics", None) or {}),
+            "metrics": dict(manifest.metrics),
             "anchor": None,
             "folds": [],  # the versions that folds to this one begin at
         }
@@ -209,7 +209,7 @@ class RunView:
             "refused_object": ack.refused_object,
             "error_kind": ack.error_kind,
             "error": ack.error,
-            "performance": dict(getattr(ack, "performance", None) or {}),
+            "performance": dict(ack.performance),
         }
         return row | {"health": _health(row)}
 

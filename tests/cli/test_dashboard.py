@@ -114,6 +114,22 @@ def test_a_publish_and_an_acknowledgement_come_by_themselves(run, page):
         assert seen["replicas"]["rows"][0]["health"] == "current"
 
 
+def test_rewards_and_times_come_from_manifests_and_acknowledgements(run, page, as_json):
+    run.publisher.metrics = {"reward": 0.25, "loss": 1.5}
+    run.keep(run.publisher.step(9))
+    server = page(run.uri)
+    until(server, lambda found: found["run"]["looked"])
+    for replica, gap in (("east", 0.005), ("west", 0.009)):
+        run.acknowledge(replica, 7, performance={"gap_seconds": gap, "served_seconds": 0.5, "noticed_seconds": 0.1})
+    found = until(server, lambda found: found["replicas"]["count"] == 2)
+    assert found["versions"]["reward"] == [None] * 6 + [0.25]
+    assert found["commits"]["version"] == [7]
+    assert (found["commits"]["gap_seconds"], found["commits"]["gap_seconds_max"]) == ([0.007], [0.009])
+    listed = as_json("ledger", run.uri)[1]
+    assert listed["versions"][-1]["metrics"] == {"reward": 0.25, "loss": 1.5}
+    assert listed["replicas"][0]["performance"]["noticed_seconds"] == 0.1
+
+
 def test_before_the_first_version_and_when_it_comes(tmp_path, page):
     from small_run import Run
 

@@ -117,6 +117,7 @@ class LongRun:
             prompt_cache="none",
             created_at=self._started + version * self._seconds,
         )
+        self.newest.__dict__["_encoded"] = self.newest._canonical()  # unchecked here: whoever reads it checks
         self._put(self.newest.key, self.newest.to_bytes())
 
     def _new_delta(self, version: int) -> tuple[bytes, int]:

@@ -171,7 +171,7 @@ class Publisher:
             total=sum(w.size for w in self.weights.values()),
             codec=codec if objects else None,
             prompt_cache=self.prompt_cache,
-            **({"metrics": self.metrics} if self.metrics else {}),
+            metrics=self.metrics,
         )
         self.published = {name: value.copy() for name, value in self.weights.items()}
         self.objects[manifest.version] = objects

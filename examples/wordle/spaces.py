@@ -88,7 +88,7 @@ class Plan:
         self.bucket = f"{owner}/{args.name}"
         self.uri = f"hf://buckets/{self.bucket}/{args.run}"
         self.rollouts, self.environment = f"{self.bucket}-rollouts", f"{self.bucket}-env"
-        self.keys_file = Path(args.keys or ROOT / "runs" / f"{args.name}.env")
+        self.keys_file = Path(args.keys or ROOT / "runs" / f"{args.name}.env").resolve()
 
     def spaces(self, keys: dict[str, str], token: str) -> tuple[Space, Space]:
         """The two Spaces, environment first: it is up long before the other."""
@@ -104,18 +104,20 @@ class Plan:
         )  # fmt: skip
 
     def keys(self) -> tuple[dict[str, str], bool]:
-        """The Spaces' keys, and whether they are new; the file that holds them is for the trainer's shell to read."""
+        """The Spaces' keys, and whether they are new: not kept yet."""
         names = ("VLLM_API_KEY", "WORDLE_ENV_TOKEN")
         if self.keys_file.exists() and not self.args.new_keys:
             found = dict(re.findall(r"^export (\w+)=(\S+)$", self.keys_file.read_text(), re.MULTILINE))
             if set(names) <= set(found):
                 return found, False
-        made = {name: secrets.token_urlsafe(32) for name in names}
+        return {name: secrets.token_urlsafe(32) for name in names}, True
+
+    def keep(self, keys: dict[str, str]) -> None:
+        """Write the file that the next run and the trainer's shell read, for its owner alone."""
         self.keys_file.parent.mkdir(parents=True, exist_ok=True)
         self.keys_file.unlink(missing_ok=True)
         self.keys_file.touch(mode=0o600)
-        self.keys_file.write_text("".join(f"export {name}={value}\n" for name, value in made.items()))
-        return made, True
+        self.keys_file.write_text("".join(f"export {name}={value}\n" for name, value in keys.items()))
 
     def describe(self) -> str:
         """What is to be there, one line each."""
@@ -146,6 +148,8 @@ def create(api: HfApi, plan: Plan, say: Callable[[str], None]) -> str:
     for space in spaces:
         say(f"{space.repo}: settings and files")
         put(api, space, new)
+    if new:  # only now: a run that was cut short makes new ones, and sets them everywhere
+        plan.keep(keys)
     deadline = time.monotonic() + plan.args.timeout
     env, vllm = [wait(api, space, deadline, say) for space in spaces]
     return plan.training_command(vllm, env)

@@ -80,7 +80,7 @@ def rollouts(tmp_path_factory):
 
 
 def refusal(container, **env):
-    done = subprocess.run(container.command(env), capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(container.command(env), capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1, done
     return done.stderr
 
@@ -107,7 +107,7 @@ def running(container, log, seconds, **env):
 def inside(container, *words):
     """The output of a command of this machine in the container's network."""
     command = ["nsenter", "--target", str(container.pid), "--net", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, cwd=ROOT).stdout.strip()
 
 
 def status(container, path, key=None, body=None):
@@ -129,7 +129,7 @@ except OSError:
 def test_the_environment_plays_for_those_with_its_key(wordle, tmp_path):
     assert "WORDLE_ENV_TOKEN" in refusal(wordle)
     wordle.forbid_writing("/home/user")
-    with running(wordle, tmp_path / "log", 60, WORDLE_ENV_TOKEN=KEY) as process:
+    with running(wordle, tmp_path / "log", 200, WORDLE_ENV_TOKEN=KEY) as process:
         [uid] = re.findall(r"Uid:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())
         assert uid == "1000"
         assert KEY not in Path(f"/proc/{process.pid}/cmdline").read_text()
@@ -168,7 +168,7 @@ print("complete", len(named), "absent", len(others) > 100)
 @needs_containers
 def test_the_environment_needs_no_more_than_its_requirements(wordle):
     command = wordle.command({}, ["python3", "-c", ONLY_REQUIREMENTS])
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert re.fullmatch(r"complete \d+ absent True", done.stdout.strip()), done
 
 

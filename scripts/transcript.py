@@ -113,10 +113,12 @@ def main() -> None:
         programs(folder)
         checkpoint = build(folder / "tiny")
         page.names = {str(checkpoint): MODEL, str(folder / "run"): RUN}
-        train(page, folder, checkpoint)
-        flip_one_bit(folder / "run")
-        find(page, folder, checkpoint)
-        target.write_text(page.text)
+        try:
+            train(page, folder, checkpoint)
+            flip_one_bit(folder / "run")
+            find(page, folder, checkpoint)
+        finally:
+            target.write_text(page.text)  # of a session that failed too: what was said shows where
     print(f"{target}: {len(page.text.splitlines())} lines")
 
 
@@ -186,7 +188,7 @@ def find(page: Page, folder: Path, checkpoint: Path) -> None:
         )
         page.say(
             "`rollouts-1` lags: it would not take version 6, because an object of that is not what the manifest "
-            "promises, and serves the last weights that it could prove. Is it the bucket, or that machine?"
+            "promises. It answers with weights from before that. Is it the bucket, or that machine?"
         )
         said = page.run(f"delta-sync verify {RUN}", code=1)
         expect("deltas/000000000006" in said, "verify does not name the object")

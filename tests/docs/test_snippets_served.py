@@ -43,7 +43,7 @@ def served(tmp_path_factory):
 @of("bash", "console", where=lambda b: ASKS.search(b.code))
 def test_requests(block, served, tmp_path):
     server, names = served
-    code = worlds.World(tmp_path, names).real(block.code)
+    code = worlds.World(tmp_path, tmp_path, names).real(block.code)
     commands = commands_of(code) if block.language == "console" else [Command(code, [])]
     env = {"DELTA_SYNC_ADMIN_KEY": ADMIN, **dict.fromkeys(("http_proxy", "HTTP_PROXY"), "")}
     try:
@@ -60,7 +60,7 @@ def test_requests(block, served, tmp_path):
 def test_training_scripts(block, served, tmp_path):
     """Some real steps; where the script rolls out on the server, that serves the last of them at the end."""
     server, names = served
-    code = re.sub(r"max_steps=\d+", f"max_steps={STEPS}", worlds.World(tmp_path, names).real(block.code))
+    code = re.sub(r"max_steps=\d+", f"max_steps={STEPS}", worlds.World(tmp_path, tmp_path, names).real(block.code))
     assert f"max_steps={STEPS}" in code
     if not torch.cuda.is_available():
         code = code.replace("bf16=True", "bf16=True, use_cpu=True")

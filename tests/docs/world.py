@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,7 @@ class World:
     """A folder to run in, and what stands for the names that the pages use."""
 
     folder: Path
+    made: Path  # where the run and its checkpoints were made
     names: dict[str, str]
 
     @property
@@ -44,6 +47,8 @@ def make_run(folder: Path, checkpoint: Path) -> Publisher:
     manifests = [run.origin(anchor=True, files=files)]
     for seed in range(7):
         manifests.append(run.step(seed, fraction=0.01))
+        if manifests[-1].version in (2, 3):
+            run.save(folder.parent / f"ckpt-{manifests[-1].version}", checkpoint)
         if manifests[-1].version == 5:
             run.save(folder.parent / "five", checkpoint)
             run.anchor(manifests[-1], {p.name: p.read_bytes() for p in (folder.parent / "five").iterdir()})
@@ -70,8 +75,19 @@ def another_run(folder: Path) -> None:
     Publisher(str(folder), {"w": np.zeros((2, 2), np.uint16)}).origin()
 
 
+def checkpoints(here: World, *, delta: bool = False) -> None:
+    """Versions 2 and 3 as checkpoints to work with, and what changed between them."""
+    for name in ("ckpt-2", "ckpt-3"):
+        shutil.copytree(here.made / name, here.folder / name)
+    if delta:
+        command = ["diff", "ckpt-2", "ckpt-3", "--out", "step.safetensors"]
+        subprocess.run([sys.executable, "-m", "delta_sync.cli", *command], cwd=here.folder, check=True, timeout=120)
+
+
 WORLDS = {
     "damage": lambda here: damage(here.run),
+    "checkpoints ckpt-2 and ckpt-3": checkpoints,
+    "checkpoints ckpt-2 and ckpt-3, step.safetensors between them": lambda here: checkpoints(here, delta=True),
     "another run in ./other": lambda here: another_run(here.folder / "other"),
 }
 
@@ -85,4 +101,4 @@ def local(folder: Path, run: Path) -> World:
         "/disk/run": str(folder / "disk" / "run"),
         "/var/cache/delta-sync": str(folder / "cache"),
     }
-    return World(folder / "work", names)
+    return World(folder / "work", run.parent, names)

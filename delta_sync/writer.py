@@ -162,9 +162,10 @@ class Writer:
         manifest.to_bytes()  # FormatError before anything is written
         after = self._check_states(manifest)
         self._check_fence()
-        size = sum(ref.size for ref in manifest.objects)
-        with tracing.span("delta_sync.publish.upload", objects=len(objects), bytes=size):
-            self._put_objects(manifest, objects)
+        if any(not isinstance(data, ObjectRef) for data in objects):
+            size = sum(ref.size for ref in manifest.objects)
+            with tracing.span("delta_sync.publish.upload", objects=len(objects), bytes=size):
+                self._put_objects(manifest, objects)
         with tracing.span("delta_sync.publish.commit", version=manifest.version):
             manifest = self._create(replace(manifest, epoch=self.epoch))
             self._check_fence(manifest)

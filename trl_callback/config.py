@@ -45,7 +45,7 @@ class DeltaSyncConfig:
     writer: str | None = None
     codec: Literal["gap", "context"] = "gap"  # context: fewer bytes, for servers whose one rank holds whole tensors
     snapshot_device: Literal["cpu", "cuda"] = "cpu"  # cuda: a copy of it on the model's GPU, for faster captures
-    bucket_bytes: int = 512 * 1024**2  # device memory of one capture
+    bucket_bytes: int = 512 * 1024**2  # of weights whose changes are one object; a capture's memory on the GPU
     prompt_cache: Literal["all", "new_session", "none"] = "none"
     sync_timeout: float = 600.0  # longest wait for a version to be served
     publish_timeout: float = 600.0  # longest time a store may keep failing before training stops

@@ -26,10 +26,7 @@ def _load(address, at, inside, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
     pointers = address.to(tl.pointer_type(tl.int16 if WIDTH == 16 else tl.int32)) + at
     if ALIGNED:
         pointers = tl.multiple_of(pointers, [16])
-    if inside is None:
-        bits = tl.load(pointers)
-    else:
-        bits = tl.load(pointers, mask=inside, other=0)
+    bits = tl.load(pointers) if inside is None else tl.load(pointers, mask=inside, other=0)
     return bits.to(tl.int32)
 
 
@@ -73,7 +70,7 @@ def compare(
 ):  # fmt: skip
     """One program compares one tile: how many elements changed, and the first ROOM of them (place in the tile, step).
 
-    ``pieces``: int64 ``[n, 5]``, see PIECE. ``piece_of``: int32, each tile's piece. ``kept_places`` (int16, as unsigned)
+    ``pieces``: int64 ``[n, 5]``, see PIECE. ``piece_of``: int32, each tile's piece. ``kept_places`` (int16, unsigned)
     and ``kept_steps`` (signed, of WIDTH bits) are ``[tiles, ROOM]``, ``counts`` int32 ``[tiles]``.
     """
     tile = tl.program_id(0)

@@ -1,7 +1,7 @@
 """A snapshot of a model on a GPU: compared there, bucket by bucket, and only changes cross the bus.
 
-The bits last published stay in pinned host memory, 2 bytes a BF16 element, and stream by; or a second copy of them stays
-on the GPU (``resident``): 2 bytes a BF16 element of its memory save one pass of them over the bus a capture.
+The bits last published stay in pinned host memory, 2 bytes a BF16 element, and stream by; or a second copy of them
+stays on the GPU (``resident``): so much of its memory saves one pass of them over the bus a capture.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trl_callback.extract import SIGNED, Pair, extractor
 from trl_callback.lanes import Lane
 from trl_callback.pinned import pinned_copy
 from trl_callback.serving_image import ServingImage
-from trl_callback.snapshot import Snapshot
+from trl_callback.snapshot import Found, Snapshot
 
 
 class GpuSnapshot(Snapshot):
@@ -34,9 +34,13 @@ class GpuSnapshot(Snapshot):
     def _own(self, bits: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.unsignedinteger]:
         return pinned_copy(bits)
 
-    def diff(self, image: ServingImage) -> dict[str, TensorDelta]:
-        """See Snapshot."""
-        return {str(name): delta for name, delta in self._extract(self._pairs(image)).items()}
+    def diff(self, image: ServingImage, found: Found | None = None) -> dict[str, TensorDelta]:
+        """See Snapshot; ``found`` is told when all tensors are compared."""
+        changed = {str(name): delta for name, delta in self._extract(self._pairs(image)).items()}
+        if found is not None:
+            for delta in changed.values():
+                found(delta)
+        return changed
 
     def _pairs(self, image: ServingImage) -> Iterator[Pair]:
         for source, _ in self._matched(image.sources()):

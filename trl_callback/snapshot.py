@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from trl_callback.past import Past
 from trl_callback.serving_image import ImageTensor, ServingImage, Source
 
 T = TypeVar("T", ImageTensor, Source)
+Found = Callable[[TensorDelta], None]
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,18 @@ class Snapshot:
         """A copy to keep."""
         return bits.copy()
 
-    def diff(self, image: ServingImage) -> dict[str, TensorDelta]:
-        """What turns the snapshot into ``image``, changed tensors only; MappingError if the model's layout changed."""
+    def diff(self, image: ServingImage, found: Found | None = None) -> dict[str, TensorDelta]:
+        """What turns the snapshot into ``image``, changed tensors only; MappingError if the model's layout changed.
+
+        ``found`` is told each tensor's delta as soon as there is one.
+        """
         changed: dict[str, TensorDelta] = {}
         for tensor, held in self._matched(image):
             delta = diff(tensor.name, tensor.dtype, tensor.shape, held.bits, tensor.bits)
             if delta.changed:
                 changed[tensor.name] = delta
+                if found is not None:
+                    found(delta)
         return changed
 
     def _matched(self, tensors: Iterable[T]) -> Iterator[tuple[T, _Held]]:

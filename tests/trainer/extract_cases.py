@@ -1,4 +1,4 @@
-"""Cases that test_extract.py runs, on the GPU or in Triton's interpreter: kernels and fallback beside the host's loop."""
+"""Cases that test_extract.py runs, on the GPU or in Triton's interpreter: kernels and fallback beside host loops."""
 
 from __future__ import annotations
 

@@ -44,6 +44,7 @@ class Parts:
         self._coded: dict[int, tuple[bytes, str]] = {}
         self._parts: list[Sequence[TensorDelta]] = []
         self._stored: list[Future[Stored]] = []
+        self._failed: list[int] = []  # when it was last waited for
         self._due: deque[int] = deque()
         self._lock = threading.Lock()  # guards what is due and how many threads there are
         self._threads = 0
@@ -60,11 +61,11 @@ class Parts:
         """All objects, in order, once all are stored; after an error, which comes when nothing runs any more, again."""
         if self._filling:
             self._complete()
-        for number, future in enumerate(self._stored):
-            if future.done() and future.exception() is not None:
-                self._stored[number] = Future()
-                self._begin(number)
+        for number in self._failed:
+            self._stored[number] = Future()
+            self._begin(number)
         wait(self._stored)
+        self._failed = [number for number, future in enumerate(self._stored) if future.exception() is not None]
         return [future.result() for future in self._stored]
 
     def abandon(self) -> None:

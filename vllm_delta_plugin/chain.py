@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from delta_sync.context_file import decode_against
+from delta_sync.context_file import decode_against, decode_if_alone
 from delta_sync.delta import fold
 from delta_sync.errors import ChainError, FormatError, MappingError
 from delta_sync.fetch import fetch
@@ -33,7 +33,7 @@ def fold_chain(
     start: Callable[[str], npt.NDArray[Any]],
     decoded: Callable[[Folded, Folded], None] = lambda part, before: None,
 ) -> Folded:
-    """Read, verify, decode and fold every object of ``steps`` in order, with the next objects on their way meanwhile.
+    """Read, verify, decode and fold every object of ``steps`` in order, fetching and decoding ahead.
 
     ``check`` judges each tensor's delta; ``reading`` is told which object is being worked on; ``start`` gives a copy of
     a tensor's bits before the chain, for objects that decode only against them; ``decoded`` is told each object's
@@ -42,12 +42,13 @@ def fold_chain(
     ``limit`` bytes.
     """
     folded: Folded = {}
-    arriving = fetch(ledger, [ref for step in steps for ref in step.objects])
+    arriving = fetch(ledger, [ref for step in steps for ref in step.objects], decode_if_alone)
     for step in steps:
         base = BaseBits(start, dict(folded), check)  # a version's objects all change the bits of the version before
         for ref in step.objects:
             reading(ref.key)
-            header, deltas = decode_against(next(arriving), base)
+            object_ = next(arriving)
+            header, deltas = decode_against(object_, base) if isinstance(object_, bytes) else object_
             named = (header.run, header.version, header.base_version)
             if named != (step.run, step.version, step.base_version):
                 raise FormatError(

@@ -103,12 +103,12 @@ def test_objects_come_in_order_a_few_ahead_and_no_more_bytes_than_allowed(tmp_pa
         return read(ref)
 
     publisher.ledger.read_object = noted
-    coming = fetch(publisher.ledger, refs)
+    coming = fetch(publisher.ledger, refs, bytes)
     assert next(coming) == read(refs[0])
     assert len(begun) <= fetching.AHEAD
     assert list(coming) == [read(ref) for ref in refs[1:]]
     begun.clear()
-    for ref, data in zip(refs, fetch(publisher.ledger, refs, most_bytes=1), strict=True):
+    for ref, data in zip(refs, fetch(publisher.ledger, refs, bytes, most_bytes=1), strict=True):
         assert len(begun) <= refs.index(ref) + 2 and data == read(ref)
 
 
@@ -117,7 +117,7 @@ def test_a_damaged_object_is_an_error_where_it_is_due(tmp_path: Path) -> None:
     publisher, manifest = published(tmp_path / "run", before, nudged(before, 0.05, 1), per_tensor=True)
     refs = manifest.objects
     publisher.ledger.store.put(refs[2].key, b"x" * refs[2].size)
-    coming = fetch(publisher.ledger, refs)
+    coming = fetch(publisher.ledger, refs, bytes)
     assert [next(coming), next(coming)] == [publisher.ledger.read_object(ref) for ref in refs[:2]]
     with pytest.raises(IntegrityError, match=refs[2].key):
         next(coming)

@@ -4,12 +4,14 @@ Usage: python benchmarks/end_to_end.py [--shape smollm2-135m] [--shape qwen3-0.6
        [--via memory]
 
 A trainer and a replica with weights of a model's shapes meet in an S3 bucket (moto) behind a link of its own for each
-(shaped_link.py, a process each; RTT 50 ms), or in memory with every call slowed down the same way (slow_store.py). A step moves every fp32 master by lr times a normal number, as AdamW does:
-small weights flip most. Ours is the product: Publisher, Chain, the replica's plan, stage, proof and swap. The blog's:
-compare with a bf16 snapshot, one safetensors file of int32 indices and bf16 values, upload, tell the server (one way),
-which pauses, downloads, scatters into a snapshot of its own, loads every tensor densely and resumes. Its load is a
-plain copy into the live tensors, cheaper than any ``load_weights``. The first token's own forward pass is the same for
-both and left out. Medians of the steps after the first.
+(shaped_link.py, a process each; RTT 50 ms), or in memory with every call slowed down the same way (slow_store.py). A
+step moves every fp32 master by lr times a normal number, as AdamW does: small weights flip most.
+
+Ours is the product: Publisher, Chain, the replica's plan, stage, proof and swap. The blog's: compare with a bf16
+snapshot, one safetensors file of int32 indices and bf16 values, upload, tell the server (one way), which pauses,
+downloads, scatters into a snapshot of its own, loads every tensor densely and resumes. Its load is a plain copy into
+the live tensors, cheaper than any ``load_weights``. The first token's own forward pass is the same for both and left
+out. Medians of the steps after the first.
 """
 
 from __future__ import annotations

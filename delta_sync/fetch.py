@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from delta_sync.aside import aside
 from delta_sync.manifest import ObjectRef
 
 if TYPE_CHECKING:
@@ -31,20 +32,10 @@ def fetch(
     for ref in refs:
         while coming and (len(coming) == AHEAD or ref.size + sum(other.size for other, _ in coming) > most_bytes):
             yield coming.popleft()[1].result()
-        coming.append((ref, _begin(ledger, ref, then)))
+        coming.append((ref, aside(partial(_take, ledger, ref, then), "delta-sync-fetch")))
     while coming:
         yield coming.popleft()[1].result()
 
 
-def _begin(ledger: Ledger, ref: ObjectRef, then: Callable[[bytes], T]) -> Future[T]:
-    future: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(then(ledger.read_object(ref)))
-        except BaseException as error:  # noqa: BLE001 (whoever takes the object raises it)
-            future.set_exception(error)
-
-    # Daemons, as a store call may never return; they have the priority of the thread that begins them.
-    threading.Thread(target=work, name="delta-sync-fetch", daemon=True).start()
-    return future
+def _take(ledger: Ledger, ref: ObjectRef, then: Callable[[bytes], T]) -> T:
+    return then(ledger.read_object(ref))

@@ -27,16 +27,14 @@ from shapes import SHAPES, tensors_of  # noqa: E402
 from delta_sync.delta import apply, diff  # noqa: E402
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, decode_delta, encode_delta  # noqa: E402
 from delta_sync.dtypes import dtype  # noqa: E402
+from delta_sync.tensor_delta import TensorDelta  # noqa: E402
 
 POINTS = Path(__file__).with_name("cost_points.json")
 BF16 = dtype("BF16")
-MEASURED = [
-    ("smollm2-135m", 0.01),
-    ("smollm2-135m", 0.001),
-    ("smollm2-135m", 0.1),
-    ("tiny", 0.01),
-    ("qwen3-0.6b", 0.01),
-]
+BUCKET = 512 * 1024**2  # of weights in one object
+# The first two give the rates, the others are predicted.
+MEASURED = [("smollm2-135m", 0.01), ("smollm2-135m", 0.05), ("smollm2-135m", 0.003), ("smollm2-135m", 0.02),
+            ("qwen3-0.6b", 0.003), ("qwen3-0.6b", 0.01)]  # fmt: skip
 PUBLISH_TRIPS, TAKE_TRIPS = 3, 3  # round trips in a row: object, fence, manifest; look, look past it, object
 POLL = 0.1
 
@@ -46,6 +44,7 @@ class Rates:
     """Elements or changes a second of one core (or one GPU), and bytes a change on the wire."""
 
     extract: float  # elements compared
+    collect: float  # changes brought out of the comparison
     encode: float  # changes
     decode: float
     apply: float
@@ -61,7 +60,8 @@ class Fleet:
     trainers: int = 1
     replicas: int = 1
     ranks: int = 1  # of one replica; each stages its share
-    decoders: int = 4  # threads that decode on a replica
+    encoders: int = 4  # threads of a trainer rank that encode
+    decoders: int = 4  # threads of a replica that decode
     up: float = 125e6  # bytes a second of a trainer's link
     down: float = 125e6  # of a replica machine's
     store_out: float = 12.5e9  # that the bucket gives to all together
@@ -73,8 +73,8 @@ def seconds(fleet: Fleet, rates: Rates, *, bytes_a_change: float | None = None) 
     changes = fleet.parameters * fleet.density
     wire = changes * (rates.bytes if bytes_a_change is None else bytes_a_change)
     parts = {
-        "extract": fleet.parameters / fleet.trainers / rates.extract,
-        "encode": changes / fleet.trainers / rates.encode,
+        "extract": (fleet.parameters / rates.extract + changes / rates.collect) / fleet.trainers,
+        "encode": changes / fleet.trainers / rates.encode / fleet.encoders,
         "upload": wire / fleet.trainers / fleet.up,
         "fetch": wire / min(fleet.down, fleet.store_out / fleet.replicas),
         "decode": changes / rates.decode / fleet.decoders,
@@ -103,9 +103,12 @@ def full_seconds(fleet: Fleet) -> float:
 
 
 def point(shape: str, density: float) -> dict[str, Any]:
-    """CPU seconds of each step on one model, tensor by tensor, on one thread."""
+    """CPU seconds of each step on one model, on one thread; objects as the trainer cuts them."""
     random = np.random.default_rng(0)
-    spent = dict.fromkeys(("extract", "encode", "decode", "apply"), 0.0)
+    spent = dict.fromkeys(("extract", "apply", "encode", "decode"), 0.0)
+    header = DeltaHeader("run", 2, 1, DEFAULT_CODEC)
+    objects: list[list[TensorDelta]] = [[]]
+    elements = held = 0
 
     def timed(what: str, work: Callable[..., Any], *given: Any) -> Any:
         begin = time.thread_time()
@@ -113,37 +116,44 @@ def point(shape: str, density: float) -> dict[str, Any]:
         spent[what] += time.thread_time() - begin
         return result
 
-    elements = changes = size = 0
-    for turn in ("warm", "real"):
-        spent, elements, changes, size = dict.fromkeys(spent, 0.0), 0, 0, 0
-        header = DeltaHeader("run", 2, 1, DEFAULT_CODEC)
-        for name, dims in list(tensors_of(SHAPES[shape]).items())[: 3 if turn == "warm" else None]:
-            count = int(np.prod(dims))
-            old = random.integers(0, 2**16, count, np.uint16)
-            new = old.copy()
-            at = np.flatnonzero(random.random(count, np.float32) < density)
-            new[at] += random.choice(np.array([1, 2**16 - 1], np.uint16), at.size)
-            delta = timed("extract", diff, name, BF16, dims, old, new)
-            data = timed("encode", encode_delta, header, [delta])
-            _, [back] = timed("decode", decode_delta, data) if delta.changed else (None, [delta])
-            timed("apply", apply, back, old)
-            elements, changes, size = elements + count, changes + delta.changed, size + len(data)
-    return {"shape": shape, "density": density, "elements": elements, "changes": changes, "bytes": size, **spent}
+    for name, dims in tensors_of(SHAPES[shape]).items():
+        count = int(np.prod(dims))
+        old = random.integers(0, 2**16, count, np.uint16)
+        new = old.copy()
+        at = np.flatnonzero(random.random(count, np.float32) < density)
+        new[at] += random.choice(np.array([1, 2**16 - 1], np.uint16), at.size)
+        delta = timed("extract", diff, name, BF16, dims, old, new)
+        timed("apply", apply, delta, old)
+        elements += count
+        if held + 2 * count > BUCKET and objects[-1]:
+            objects.append([])
+            held = 0
+        if delta.changed:
+            objects[-1].append(delta)
+            held += 2 * count
+    coded = [timed("encode", encode_delta, header, part) for part in objects]
+    for data in coded:
+        timed("decode", decode_delta, data)
+    changes = sum(delta.changed for part in objects for delta in part)
+    return {"shape": shape, "density": density, "elements": elements, "changes": changes,
+            "bytes": sum(map(len, coded)), **spent}  # fmt: skip
 
 
-def rates_of(measured: dict[str, Any]) -> Rates:
-    """The rates that one point shows."""
-    m = measured
-    return Rates(m["elements"] / m["extract"], *(m["changes"] / m[k] for k in ("encode", "decode", "apply")),
-                 m["bytes"] / m["changes"])  # fmt: skip
+def rates_of(points: list[dict[str, Any]]) -> Rates:
+    """What two points of one model show, the second denser: comparing costs elements and changes, the rest changes."""
+    one, two = points[:2]
+    change = (two["extract"] - one["extract"]) / (two["changes"] - one["changes"])
+    element = (one["extract"] - change * one["changes"]) / one["elements"]
+    return Rates(1 / element, 1 / max(change, 1e-12), *(one["changes"] / one[k] for k in ("encode", "decode", "apply")),
+                 one["bytes"] / one["changes"])  # fmt: skip
 
 
 def check(points: list[dict[str, Any]]) -> list[str]:
-    """Rows of predicted and measured CPU seconds; the first point gives the rates, and is left out."""
-    rates = rates_of(points[0])
+    """Rows of predicted and measured CPU seconds; the first two points give the rates, and are left out."""
+    rates = rates_of(points)
     rows = []
-    for m in points[1:]:
-        one = Fleet(m["elements"], m["changes"] / m["elements"], decoders=1)
+    for m in points[2:]:
+        one = Fleet(m["elements"], m["changes"] / m["elements"], encoders=1, decoders=1)
         predicted = seconds(one, rates)
         told = [("extract", "extract"), ("encode", "encode"), ("decode", "decode"), ("stage", "apply")]
         cells = [f"{predicted[ours]:.3g} / {m[theirs]:.3g}" for ours, theirs in told]
@@ -153,7 +163,7 @@ def check(points: list[dict[str, Any]]) -> list[str]:
 
 
 # What one H200 and one trainer GPU do (docs/COST.md names the measurements), beside this machine's core for the codec.
-GPU = {"extract": 8.19e9 / 0.0397, "apply": 81.9e6 / 0.122}
+GPU = {"extract": 8.19e9 / 0.0397, "collect": 5.5e9, "apply": 81.9e6 / 0.122}
 LOAD = 8.0e9  # bytes a second of a dense load through the host: scatter into a snapshot and upload, 8B, H200
 FLEETS = [
     ("0.6B, 1 replica, 1 Gbit/s", Fleet(0.596e9)),
@@ -213,13 +223,15 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     if args.measure:
+        point("tiny", 0.05)  # compiles
         POINTS.write_text(json.dumps([point(*what) for what in MEASURED], indent=1) + "\n")
     points = json.loads(POINTS.read_text())
     print(
-        "| point | extract | encode | decode | apply | bytes |   predicted / measured CPU seconds\n|---|---|---|---|---|---|"
+        "predicted / measured, CPU seconds and bytes\n\n| point | extract | encode | decode | apply | bytes |\n"
+        "|---|---|---|---|---|---|"
     )
     print("\n".join(check(points)))
-    rates = replace(rates_of(points[0]), **GPU)
+    rates = replace(rates_of(points), **GPU)
     print("\nrates:", json.dumps({k: float(f"{v:.3g}") for k, v in asdict(rates).items()}))
     print(
         "\n| fleet | GB a version | stages, s | ours, s | blog's, s | full checkpoint, s |\n|---|---|---|---|---|---|"

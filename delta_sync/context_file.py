@@ -63,6 +63,15 @@ def encode_against(
     return (ours, data, deltas) if len(data) < len(plain) else (fallback, plain, deltas)
 
 
+Decoded = tuple[DeltaHeader, list[TensorDelta]]
+
+
+def decode_if_alone(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Decoded | bytes:
+    """An object decoded if that needs no base, else its bytes, for ``decode_against``; FormatError."""
+    header, _ = from_metadata(read_container(data, limits)[0], limits)
+    return data if header.codec == CONTEXT_CODEC else decode_delta(data, limits)
+
+
 def decode_against(
     data: bytes | memoryview, base: Base, limits: Limits = DEFAULT_LIMITS
 ) -> tuple[DeltaHeader, list[TensorDelta]]:

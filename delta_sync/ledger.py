@@ -20,15 +20,18 @@ import math
 import random
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from delta_sync.ack import ACK_BYTES, Ack
+from delta_sync.aside import aside
 from delta_sync.errors import ChainError, FormatError, IntegrityError, NotFoundError
 from delta_sync.limits import DEFAULT_LIMITS, Limits
 from delta_sync.manifest import AnchorRecord, FoldRecord, Manifest, ObjectRef
 from delta_sync.manifest_reader import ManifestReader, expect
-from delta_sync.newest import newest_listed, walk_forward
+from delta_sync.newest import newest_listed, next_of, walk_forward
 from delta_sync.plan import Plan, Position
 from delta_sync.planner import build_plan
 from delta_sync.records import RECORD_BYTES, Epoch, Head, read_epoch
@@ -103,16 +106,19 @@ class Ledger:
     def head(self) -> Manifest | None:
         """The newest version, or None before the first; ChainError, FormatError or IntegrityError if it is damaged.
 
-        After the first call this costs three small reads while nothing changes: HEAD, the next version's key, and the
-        next epoch's. While an epoch is claimed but has no version yet, manifests are listed when HEAD changes, else
-        every ``relist_seconds``.
+        After the first call this costs three small reads at once while nothing changes: HEAD, the next version's key,
+        and the next epoch's. While an epoch is claimed but has no version yet, manifests are listed when HEAD changes,
+        else every ``relist_seconds``.
         """
-        hint, seen = self._hint(), self._seen
+        seen = self._seen
+        following = None if seen is None else aside(partial(next_of, self._reader, seen))
+        claimed = None if seen is None else aside(partial(self._exists, epoch_key(seen.epoch + 1)))
+        hint = self._hint()
         if seen is not None and (hint is None or hint.run != seen.run) and not self._exists(seen.key):
             seen = None  # the store was emptied; what is there now, if anything, is another run
         found: Manifest | None = None
-        if seen is not None and not self._newer_epoch(seen, hint):
-            found = walk_forward(self._reader, seen, hint)
+        if seen is not None and not self._newer_epoch(seen, hint, claimed):
+            found = walk_forward(self._reader, seen, hint, following)
         elif seen is not None and self._just_listed(hint):
             found = seen
         if found is None:
@@ -314,8 +320,10 @@ class Ledger:
         except (NotFoundError, FormatError, IntegrityError):
             return None
 
-    def _newer_epoch(self, seen: Manifest, hint: Head | None) -> bool:
-        return (hint is not None and hint.epoch > seen.epoch) or self._exists(epoch_key(seen.epoch + 1))
+    def _newer_epoch(self, seen: Manifest, hint: Head | None, claimed: Future[bool] | None) -> bool:
+        if hint is not None and hint.epoch > seen.epoch:
+            return True
+        return self._exists(epoch_key(seen.epoch + 1)) if claimed is None else claimed.result()
 
     def _just_listed(self, hint: Head | None) -> bool:
         when, then = self._listed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 from delta_sync.errors import ChainError
 from delta_sync.manifest import Manifest
 from delta_sync.manifest_reader import ManifestReader
@@ -9,18 +11,27 @@ from delta_sync.records import Head, read_epoch
 from delta_sync.store.keys import MANIFESTS, ManifestName, manifest_key
 
 
-def walk_forward(reader: ManifestReader, seen: Manifest, hint: Head | None) -> Manifest | None:
+def next_of(reader: ManifestReader, manifest: Manifest) -> Manifest | None:
+    """The version after a manifest's, in its epoch."""
+    return reader.at(manifest_key(manifest.version + 1, manifest.epoch, manifest.writer))
+
+
+def walk_forward(
+    reader: ManifestReader, seen: Manifest, hint: Head | None, following: Future[Manifest | None] | None = None
+) -> Manifest | None:
     """Follow one epoch's versions from ``seen``; a hint within that epoch saves probing one by one.
 
-    None if a version does not continue the one before: then one of the two was damaged when it was read.
+    ``following``: what comes after ``seen``, where that was asked for already. None if a version does not continue the
+    one before: then one of the two was damaged when it was read.
     """
     newest = seen
     if hint and hint.version > seen.version and _branch(hint) == _branch(seen):
         newest = reader.at(hint.key, hint.manifest) or seen
-    while (following := reader.at(manifest_key(newest.version + 1, newest.epoch, newest.writer))) is not None:
-        if following.parent != newest.sha256:
+    after = following.result() if following is not None and newest is seen else next_of(reader, newest)
+    while after is not None:
+        if after.parent != newest.sha256:
             return None
-        newest = following
+        newest, after = after, next_of(reader, after)
     return newest
 
 

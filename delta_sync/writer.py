@@ -13,10 +13,12 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from delta_sync import tracing
 from delta_sync.anchor_writer import AnchorUpload, Content, attach_anchor
+from delta_sync.aside import aside
 from delta_sync.claims import claim_epoch, create_or_read, default_writer, reset_pending
 from delta_sync.digest import model_fingerprint, state_digest
 from delta_sync.errors import (
@@ -162,9 +164,10 @@ class Writer:
         manifest.to_bytes()  # FormatError before anything is written
         after = self._check_states(manifest)
         self._check_fence()
-        size = sum(ref.size for ref in manifest.objects)
-        with tracing.span("delta_sync.publish.upload", objects=len(objects), bytes=size):
-            self._put_objects(manifest, objects)
+        if any(not isinstance(data, ObjectRef) for data in objects):
+            size = sum(ref.size for ref in manifest.objects)
+            with tracing.span("delta_sync.publish.upload", objects=len(objects), bytes=size):
+                self._put_objects(manifest, objects)
         with tracing.span("delta_sync.publish.commit", version=manifest.version):
             manifest = self._create(replace(manifest, epoch=self.epoch))
             self._check_fence(manifest)
@@ -285,13 +288,15 @@ class Writer:
 
     def _check_fence(self, manifest: Manifest | None = None) -> None:
         """ConflictError if our claim is gone, or another writer claimed a newer epoch or committed the same version."""
+        claimed = aside(partial(self._claim_after, self.epoch, manifest))  # both looks at once
         self._check_own_claim(manifest)
-        while (newer := self._claim_after(self.epoch, manifest)) is not None:
+        while (newer := claimed.result()) is not None:
             if newer.reset:
                 raise self._reset(newer, manifest)
             if newer != self._attempt:
                 raise self._taken_over(f"writer {newer.writer!r}, who claimed epoch {newer.epoch}", manifest)
             self.claim = newer
+            claimed = aside(partial(self._claim_after, self.epoch, manifest))
         if manifest is None:
             return
         for info in self._store.list(manifest_prefix(manifest.version)):

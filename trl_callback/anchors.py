@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from trl_callback.serving_image import TORCH_DTYPES, own_class
+from trl_callback.extract import TORCH_DTYPES
+from trl_callback.serving_image import own_class
 from trl_callback.supported import unwrap
 
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from delta_sync import tracing
+from delta_sync.context_codec import CONTEXT_CODEC
 from delta_sync.context_file import encode_against
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, encode_delta
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Kind, Manifest, ObjectRef, TensorState
 from delta_sync.retention import delete, find_trim
-from delta_sync.writer import Writer
+from delta_sync.tensor_delta import TensorDelta
+from delta_sync.writer import Writer, object_ref
 from trl_callback.anchor_job import AnchorJob
 from trl_callback.changes import ChangeSet
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.healing import Refusal, acknowledged_refusal
+from trl_callback.parts import Parts
 from trl_callback.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -44,14 +48,15 @@ class Attempt:
     changes: ChangeSet
     states: Mapping[str, TensorState]
     state_digest: str
-    objects: tuple[bytes | ObjectRef, ...]  # references: to what other ranks have stored
+    objects: tuple[ObjectRef, ...]  # stored already
     codec: str
+    kept: tuple[bytes, ...] = ()  # the objects themselves, where this rank has them
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the training log, for the manifest
 
     @property
     def size(self) -> int:
         """Bytes of all objects."""
-        return sum(data.size if isinstance(data, ObjectRef) else len(data) for data in self.objects)
+        return sum(ref.size for ref in self.objects)
 
 
 class Chain:
@@ -75,7 +80,8 @@ class Chain:
         self._writer = self._open()
         self.previous, self.after_reset = self._writer.previous, self._writer.after_reset
         self._published: list[Published] = []
-        self._kept: OrderedDict[int, tuple[Manifest, tuple[bytes | ObjectRef, ...]]] = OrderedDict()
+        self._kept: OrderedDict[int, tuple[Manifest, tuple[bytes, ...] | tuple[ObjectRef, ...]]] = OrderedDict()
+        self._parts: Parts | None = None  # of a change set that could not be stored yet
         self._bytes = self._anchored_bytes = 0  # of all deltas of this epoch, of those up to the newest anchor
         self._job: AnchorJob | None = None
         self._job_bytes = 0
@@ -130,15 +136,45 @@ class Chain:
         found = self._published[index] if index < len(self._published) else None
         return found if found is not None and found.version == version else None
 
-    def prepare(self, changes: ChangeSet) -> Attempt:
-        """Encode changes to the snapshot as the object of the next version."""
-        base, states = self._manifest, self._snapshot.advanced(changes.deltas)
+    def begin(self) -> Parts:
+        """The next version's objects, to be filled with changes to the snapshot as they are found."""
+        base, epoch = self._manifest, self._writer.epoch
         header = DeltaHeader(base.run, base.version + 1, base.version, DEFAULT_CODEC)
-        if self._config.codec == "context":
-            header, data, _ = encode_against(header, list(self._snapshot.changes(changes.deltas)))
-        else:
-            data = encode_delta(header, list(changes.deltas.values()))
-        return Attempt(changes, states, self._snapshot.digest_with(states), (data,), header.codec)
+
+        def put(data: bytes) -> ObjectRef:
+            ref = object_ref(header.version, epoch, data)
+            self._ledger.store.put(ref.key, data)
+            return ref
+
+        return Parts(partial(self._encode, header), put, self._config.bucket_bytes, header.version)
+
+    def _encode(self, header: DeltaHeader, deltas: Sequence[TensorDelta]) -> tuple[bytes, str]:
+        if self._config.codec != "context":
+            return encode_delta(header, deltas), header.codec
+        coded, data, _ = encode_against(header, list(self._snapshot.changes({d.name: d for d in deltas})))
+        return data, coded.codec
+
+    def prepare(self, changes: ChangeSet) -> Attempt:
+        """Encode and store changes to the snapshot as objects of the next version; after a StoreError, call it again.
+
+        Those that were stored before stay: with the changes come the objects begun while they were found, if any.
+        """
+        parts = changes.parts if self._parts is None else self._parts
+        if parts is None or parts.version != self._manifest.version + 1:
+            parts = self.begin()
+            for delta in changes.deltas.values():
+                parts.add(delta)
+        self._parts = parts
+        stored = parts.finish()
+        self._parts = None
+        if stored:
+            began, ended = min(one.began for one in stored), max(one.ended for one in stored)
+            size = sum(one.ref.size for one in stored)
+            changes.trace.child("delta_sync.publish.upload", began, ended, objects=len(stored), bytes=size)
+        states = self._snapshot.advanced(changes.deltas)
+        codec = CONTEXT_CODEC if any(one.codec == CONTEXT_CODEC for one in stored) else DEFAULT_CODEC
+        refs, kept = tuple(one.ref for one in stored), tuple(one.data for one in stored)
+        return Attempt(changes, states, self._snapshot.digest_with(states), refs, codec, kept)
 
     def commit(self, attempt: Attempt) -> Published:
         """Make the attempt the next version; after a StoreError, call it again with the same attempt."""
@@ -150,7 +186,7 @@ class Chain:
             traceparent=attempt.changes.trace.traceparent,
         )  # fmt: skip
         self._bytes += attempt.size
-        self._keep(attempt.objects)
+        self._keep(attempt.kept or attempt.objects)
         return self.newest
 
     def _commit(
@@ -159,7 +195,7 @@ class Chain:
         steps: tuple[int, int],
         tensors: Mapping[str, TensorState],
         state: str,
-        *objects: bytes | ObjectRef,
+        *objects: ObjectRef,
         changed: int,
         codec: str | None = None,
         metrics: Mapping[str, float] | None = None,
@@ -182,7 +218,7 @@ class Chain:
         self._published.append(Published(manifest.version, steps[1], manifest.sha256))
         return manifest
 
-    def _keep(self, objects: tuple[bytes | ObjectRef, ...]) -> None:
+    def _keep(self, objects: tuple[bytes, ...] | tuple[ObjectRef, ...]) -> None:
         """Hold the newest objects up to a bound, the newest one whatever its size."""
         self._kept[self._manifest.version] = (self._manifest, objects)
         sizes = [sum(ref.size for ref in manifest.objects) for manifest, _ in self._kept.values()]

@@ -10,6 +10,7 @@ import numpy as np
 from delta_sync import tracing
 from delta_sync.delta import fold
 from delta_sync.tensor_delta import TensorDelta
+from trl_callback.parts import Parts
 
 
 @dataclass(frozen=True)
@@ -17,10 +18,12 @@ class ChangeSet:
     """Every changed tensor of one capture, relative to the snapshot; ``step`` is the optimizer step it was taken at.
 
     ``trace`` lasts until the changes are durable, or until a later capture holds them.
+    ``parts`` are the objects of the next version that were begun during the capture, where it was known to be next.
     """
 
     step: int
     deltas: Mapping[str, TensorDelta]
+    parts: Parts | None = None
     trace: tracing.Span = field(default=tracing.OFF, compare=False)
 
     @property
@@ -37,7 +40,7 @@ def rebase(waiting: ChangeSet, committed: ChangeSet) -> ChangeSet:
     names = [*waiting.deltas, *(name for name in committed.deltas if name not in waiting.deltas)]
     folded = {name: _rebase_tensor(waiting.deltas.get(name), committed.deltas.get(name)) for name in names}
     deltas = {name: delta for name, delta in folded.items() if delta is not None}
-    return ChangeSet(waiting.step, deltas, waiting.trace)
+    return ChangeSet(waiting.step, deltas, trace=waiting.trace)
 
 
 def _rebase_tensor(waiting: TensorDelta | None, committed: TensorDelta | None) -> TensorDelta | None:

@@ -44,6 +44,8 @@ class DeltaSyncConfig:
     run: str | None = None
     writer: str | None = None
     codec: Literal["gap", "context"] = "gap"  # context: fewer bytes, for servers whose one rank holds whole tensors
+    snapshot_device: Literal["cpu", "cuda"] = "cpu"  # cuda: a copy of it on the model's GPU, for faster captures
+    bucket_bytes: int = 512 * 1024**2  # of weights whose changes are one object; a capture's memory on the GPU
     prompt_cache: Literal["all", "new_session", "none"] = "none"
     sync_timeout: float = 600.0  # longest wait for a version to be served
     publish_timeout: float = 600.0  # longest time a store may keep failing before training stops
@@ -75,6 +77,8 @@ class DeltaSyncConfig:
         _require("serving_dtype", self.serving_dtype in (None, *SERVING_DTYPES), f"None or one of {SERVING_DTYPES}",
                  self.serving_dtype)  # fmt: skip
         _require("codec", self.codec in CODECS, f"one of {tuple(CODECS)}", self.codec)
+        _require("snapshot_device", self.snapshot_device in ("cpu", "cuda"), "'cpu' or 'cuda'", self.snapshot_device)
+        _require_integer("bucket_bytes", self.bucket_bytes, least=1)
         policies = ("all", "new_session", "none")
         _require("prompt_cache", self.prompt_cache in policies, f"one of {policies}", self.prompt_cache)
         for name in ("server_url", "api_key", "signing_key", "run", "writer"):

@@ -77,11 +77,21 @@ class Publisher:
     def capture(
         self, image: ServingImage, step: int, *, even_if_same: bool = True, trace: tracing.Span = tracing.OFF
     ) -> ChangeSet:
-        """Compare the model with the snapshot and leave the changes, possibly none, for the thread to publish."""
+        """Compare the model with the snapshot and leave the changes, possibly none, for the thread to publish.
+
+        Where no version is on its way, encoding and uploading begin while tensors are still compared.
+        """
         began = time.time()
         with self._changed:
             self.raise_if_failed()
-            changes = ChangeSet(step, self._snapshot.diff(image), trace)
+            parts = self._chain.begin() if self.is_idle else None
+            try:
+                deltas = self._snapshot.diff(image, None if parts is None else parts.add)
+            except BaseException:
+                if parts is not None:
+                    parts.abandon()
+                raise
+            changes = ChangeSet(step, deltas, parts, trace)
             trace.child("delta_sync.publish.detect", began, time.time(), changed_elements=changes.changed)
             self.submit(changes, even_if_same=even_if_same)
             return changes
@@ -382,6 +392,8 @@ def _in_place_of(before: ChangeSet | None, changes: ChangeSet) -> ChangeSet:
     """``changes`` hold what waited before them; its trace is over, or theirs where they are of the same step."""
     if before is None:
         return changes
+    if before.parts is not None:
+        before.parts.abandon()
     if before.step == changes.step:
         changes.trace.end()
         return replace(changes, trace=before.trace)

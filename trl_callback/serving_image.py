@@ -17,12 +17,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from delta_sync.dtypes import DType, dtype
 from delta_sync.errors import MappingError
 from trl_callback.adapters import Adapters
+from trl_callback.extract import SIGNED, TORCH_DTYPES
 from trl_callback.supported import check_model, unwrap
 
-TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 NAMES = {torch_dtype: name for name, torch_dtype in TORCH_DTYPES.items()}
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-_SIGNED = {2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,26 @@ class ImageTensor:
     dtype: DType
     shape: tuple[int, ...]
     bits: npt.NDArray[np.unsignedinteger]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One checkpoint tensor where the trainer holds it, in the trainer's own precision; ``dtype`` is what is served."""
+
+    name: str
+    dtype: DType
+    tensor: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+        return tuple(self.tensor.shape)
+
+    def cast(self) -> ImageTensor:
+        """Its bits as served, in host memory."""
+        served = self.tensor.to(TORCH_DTYPES[self.dtype.name])  # cast first: half the bytes leave a GPU
+        bits = served.to("cpu").contiguous().view(SIGNED[self.dtype.itemsize]).numpy().view(self.dtype.carrier)
+        return ImageTensor(self.name, self.dtype, self.shape, bits.reshape(-1))
 
 
 class ServingImage:
@@ -53,9 +72,19 @@ class ServingImage:
 
     def __iter__(self) -> Iterator[ImageTensor]:
         """Every tensor once, in the model's order; tied weights under their first name only."""
+        for source in self.sources():
+            yield source.cast()
+
+    def sources(self) -> Iterator[Source]:
+        """The same tensors, not cast yet, where the model has them."""
         for memory_name, tensor in (*stored_parameters(self._model), *stored_buffers(self._model)):
             for name, part in self._checkpoint_tensors(memory_name, tensor.detach()).items():
-                yield self._cast(name, part)
+                yield self._source(name, part)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's first parameter is."""
+        return next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
 
     def _checkpoint_tensors(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """What is saved of one stored tensor, with its adapters merged."""
@@ -80,15 +109,15 @@ class ServingImage:
             self._kept.add(name)
         return parts
 
-    def _cast(self, name: str, tensor: torch.Tensor) -> ImageTensor:
+    def _source(self, name: str, tensor: torch.Tensor) -> Source:
         served = self._serving_dtype(name)
         if served not in TORCH_DTYPES:
             raise MappingError(f"tensor {name!r}", expected=f"served as one of {sorted(TORCH_DTYPES)}", got=served,
                                remedy="serve unquantised weights")  # fmt: skip
-        carrier = dtype(served)
-        cast = tensor.to(TORCH_DTYPES[served]).to("cpu").contiguous()  # cast first: half the bytes leave a GPU
-        bits = cast.view(_SIGNED[carrier.itemsize]).numpy().view(carrier.carrier).reshape(-1)
-        return ImageTensor(name, carrier, tuple(tensor.shape), bits)
+        return Source(name, dtype(served), tensor)
+
+    def _cast(self, name: str, tensor: torch.Tensor) -> ImageTensor:
+        return self._source(name, tensor).cast()
 
 
 def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:

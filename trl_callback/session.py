@@ -21,6 +21,7 @@ from delta_sync.store.open import open_ack_store, open_store
 from trl_callback.anchors import sidecar_files
 from trl_callback.chain import Chain
 from trl_callback.config import CODECS, DeltaSyncConfig
+from trl_callback.gpu_snapshot import snapshot_of
 from trl_callback.metrics import Metrics
 from trl_callback.publisher import Publisher
 from trl_callback.served import ServedWait, wait_for_live_state
@@ -55,7 +56,7 @@ class Session:
         self._config, self._metrics = config, metrics
         server = ask(status, config)
         self._image = ServingImage(subject.model, serving_dtypes(config, server, subject.compute_dtype))
-        self._start(subject, server, Snapshot(self._image), Chain)
+        self._start(subject, server, snapshot_of(self._image, config.snapshot_device, config.bucket_bytes), Chain)
 
     def _start(
         self, subject: Subject, server: AskedServer, snapshot: Snapshot, make_chain: Callable[..., Chain]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,10 @@ from delta_sync.errors import MappingError
 from delta_sync.manifest import TensorState
 from delta_sync.tensor_delta import TensorDelta
 from trl_callback.past import Past
-from trl_callback.serving_image import ImageTensor, ServingImage
+from trl_callback.serving_image import ImageTensor, ServingImage, Source
+
+T = TypeVar("T", ImageTensor, Source)
+Found = Callable[[TensorDelta], None]
 
 
 @dataclass(frozen=True)
@@ -41,27 +45,41 @@ class Snapshot:
         for tensor in image:
             if tensor.name in self._held:
                 raise MappingError(f"tensor {tensor.name!r}", expected="one source in the model", got="two")
-            self._held[tensor.name] = _Held(tensor.dtype, tensor.shape, tensor.bits.copy())
+            self._held[tensor.name] = _Held(tensor.dtype, tensor.shape, self._own(tensor.bits))
             total = digest(tensor.bits, tensor_key(tensor.name))
             self.states[tensor.name] = TensorState(tensor.dtype.name, tensor.shape, total)
         self.total_elements = sum(held.bits.size for held in self._held.values())
         self.total_bytes = sum(held.bits.nbytes for held in self._held.values())
 
-    def diff(self, image: ServingImage) -> dict[str, TensorDelta]:
-        """What turns the snapshot into ``image``, changed tensors only; MappingError if the model's layout changed."""
+    def _own(self, bits: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.unsignedinteger]:
+        """A copy to keep."""
+        return bits.copy()
+
+    def diff(self, image: ServingImage, found: Found | None = None) -> dict[str, TensorDelta]:
+        """What turns the snapshot into ``image``, changed tensors only; MappingError if the model's layout changed.
+
+        ``found`` is told each tensor's delta as soon as there is one.
+        """
         changed: dict[str, TensorDelta] = {}
-        missing = set(self._held)
-        for tensor in image:
-            held = self._same(tensor)
-            missing.discard(tensor.name)
+        for tensor, held in self._matched(image):
             delta = diff(tensor.name, tensor.dtype, tensor.shape, held.bits, tensor.bits)
             if delta.changed:
                 changed[tensor.name] = delta
-        if missing:
-            raise MappingError(f"tensor {min(missing)!r}", expected="in the model, as in the last version", got="gone")
+                if found is not None:
+                    found(delta)
         return changed
 
-    def _same(self, tensor: ImageTensor) -> _Held:
+    def _matched(self, tensors: Iterable[T]) -> Iterator[tuple[T, _Held]]:
+        """Every tensor with what is held of it; MappingError unless they are the same ones."""
+        missing = set(self._held)
+        for tensor in tensors:
+            held = self._same(tensor)
+            missing.discard(tensor.name)
+            yield tensor, held
+        if missing:
+            raise MappingError(f"tensor {min(missing)!r}", expected="in the model, as in the last version", got="gone")
+
+    def _same(self, tensor: ImageTensor | Source) -> _Held:
         held = self._held.get(tensor.name)
         if held is None or held.dtype != tensor.dtype or held.shape != tensor.shape:
             expected = "no such tensor" if held is None else f"{held.dtype.name} {list(held.shape)}"

@@ -156,7 +156,7 @@ class TeamSession:
         if self._lead is not None:
             trace = begin_trace(step, optimizer, began)
             trace.child("delta_sync.publish.detect", began, time.time(), changed_elements=total)
-            self._lead.submit(TeamChanges(step, {}, trace, total))
+            self._lead.submit(TeamChanges(step, {}, trace=trace, total=total))
             self._metrics.record(extract_seconds=time.monotonic() - start)
 
     def _compare(self) -> int:

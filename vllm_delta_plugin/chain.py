@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from delta_sync.context_file import decode_against
+from delta_sync.context_file import decode_against, decode_if_alone
 from delta_sync.delta import fold
 from delta_sync.errors import ChainError, FormatError, MappingError
+from delta_sync.fetch import fetch
 from delta_sync.tensor_delta import TensorDelta
 from vllm_delta_plugin.base_bits import BaseBits
 from vllm_delta_plugin.staged import StageTooLargeError
@@ -30,20 +31,24 @@ def fold_chain(
     limit: int,
     reading: Callable[[str | None], None],
     start: Callable[[str], npt.NDArray[Any]],
+    decoded: Callable[[Folded, Folded], None] = lambda part, before: None,
 ) -> Folded:
-    """Read, verify, decode and fold every object of ``steps`` in order.
+    """Read, verify, decode and fold every object of ``steps`` in order, fetching and decoding ahead.
 
     ``check`` judges each tensor's delta; ``reading`` is told which object is being worked on; ``start`` gives a copy of
-    a tensor's bits before the chain, for objects that decode only against them. Holds one decoded object, the folded
-    result, and while a context-coded object is decoded the tensors it changes; StageTooLargeError if the result exceeds
+    a tensor's bits before the chain, for objects that decode only against them; ``decoded`` is told each object's
+    deltas and what the objects before it came to. Holds one decoded object, the folded result, what ``fetch`` holds,
+    and while a context-coded object is decoded the tensors it changes; StageTooLargeError if the result exceeds
     ``limit`` bytes.
     """
     folded: Folded = {}
+    arriving = fetch(ledger, [ref for step in steps for ref in step.objects], decode_if_alone)
     for step in steps:
         base = BaseBits(start, dict(folded), check)  # a version's objects all change the bits of the version before
         for ref in step.objects:
             reading(ref.key)
-            header, deltas = decode_against(ledger.read_object(ref), base)
+            object_ = next(arriving)
+            header, deltas = decode_against(object_, base) if isinstance(object_, bytes) else object_
             named = (header.run, header.version, header.base_version)
             if named != (step.run, step.version, step.base_version):
                 raise FormatError(
@@ -51,13 +56,21 @@ def fold_chain(
                     expected=f"run {step.run}, version {step.version} on {step.base_version}",
                     got=f"run {header.run}, version {header.version} on {header.base_version}",
                 )
+            part: Folded = {}
             for delta in deltas:
                 check(delta)
-                before = folded.get(delta.name)
-                folded[delta.name] = fold([*before, delta]) if before else [delta]
+                _add(part, [delta])
+            decoded(part, folded)
+            for more in part.values():
+                _add(folded, more)
             _check_size(folded, limit)
     reading(None)
     return folded
+
+
+def _add(folded: Folded, more: Sequence[TensorDelta]) -> None:
+    before = folded.get(more[0].name)
+    folded[more[0].name] = fold([*before, *more]) if before else list(more)
 
 
 def _check_size(folded: Folded, limit: int) -> None:

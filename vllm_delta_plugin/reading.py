@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -35,9 +36,13 @@ NOTHING = Reading()
 
 
 class ReadingLedger(Ledger):
-    """A ledger that notes what objects are read from it, from the store or a cache, since ``begin``."""
+    """A ledger that notes what objects are read from it, from the store or a cache, since ``begin``.
+
+    Objects are read on several threads at once.
+    """
 
     _read = NOTHING
+    _noting = threading.Lock()
 
     def begin(self) -> None:
         """Start from nothing."""
@@ -52,7 +57,8 @@ class ReadingLedger(Ledger):
         """As Ledger's."""
         asked = time.time()
         data = super().read_object(ref)
-        before = self._read
-        began = before.began if before.objects else asked
-        self._read = Reading(before.objects + 1, before.bytes + len(data), began, time.time())
+        with self._noting:
+            before = self._read
+            began = min(before.began, asked) if before.objects else asked
+            self._read = Reading(before.objects + 1, before.bytes + len(data), began, time.time())
         return data

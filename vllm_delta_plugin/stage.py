@@ -49,19 +49,48 @@ class Rank:
 def stage(job: Job[Staged], rank: Rank, ledger: Ledger, plan: Plan) -> Staged:
     """Prepare ``plan`` without touching live weights; any error of delta_sync, Cancelled if dropped meanwhile."""
     limit = rank.stage_bytes
-    builder = rank.device.builder(rank.weights, limit)
+    early = _Early(rank, limit, wanted=plan.start in ("position", "live") and len(plan.deltas) == 1)
     with rank.device.reading():
-        folded = fold_plan(job, rank, ledger, plan, limit)
-        if plan.start == "anchor":
-            stage_anchor(job, builder, ledger, plan, folded)
-        else:
-            builder.add_deltas(folded)
+        folded = fold_plan(job, rank, ledger, plan, limit, early.add)
+        builder = early.builder
+        if not early.complete:
+            builder = early.builder = rank.device.builder(rank.weights, limit)
+            if plan.start == "anchor":
+                stage_anchor(job, builder, ledger, plan, folded)
+            else:
+                builder.add_deltas(folded)
     job.check()
     return Staged(plan.target.version, rank.device.prepare(builder), builder.parts, builder.changed)
 
 
-def fold_plan(job: Job[Any], rank: Rank, ledger: Ledger, plan: Plan, limit: int) -> Folded:
-    """The plan's deltas, one folded change per tensor, tied names dropped."""
+class _Early:
+    """Stages one version's objects one by one, while the next are fetched, as long as each has tensors of its own.
+
+    Not where tensors share memory under two names: their changes must be compared first.
+    """
+
+    def __init__(self, rank: Rank, limit: int, *, wanted: bool) -> None:
+        self.builder = rank.device.builder(rank.weights, limit)
+        self._aliases = rank.weights.aliases
+        self.complete = wanted
+
+    def add(self, part: Folded, before: Folded) -> None:
+        """Stage the deltas of one object; ``before`` are those of the objects before it."""
+        if self.complete and not any(name in before or name in self._aliases for name in part):
+            self.builder.add_deltas(part)
+        else:
+            self.complete = False
+
+
+def fold_plan(
+    job: Job[Any],
+    rank: Rank,
+    ledger: Ledger,
+    plan: Plan,
+    limit: int,
+    decoded: Callable[[Folded, Folded], None] = lambda part, before: None,
+) -> Folded:
+    """The plan's deltas, one folded change per tensor, tied names dropped; ``decoded`` as in ``fold_chain``."""
 
     def check(delta: TensorDelta) -> None:
         check_delta(rank.weights, delta, only_rank=rank.only_rank)
@@ -70,6 +99,6 @@ def fold_plan(job: Job[Any], rank: Rank, ledger: Ledger, plan: Plan, limit: int)
     start: Callable[[str], Any] = partial(live_bits, weights)
     if plan.anchor is not None:
         start = AnchorBits(ledger, plan.anchor, weights.aliases)
-    folded = fold_chain(ledger, plan.deltas, check, limit, job.reading, start)
+    folded = fold_chain(ledger, plan.deltas, check, limit, job.reading, start, decoded)
     drop_aliases(folded, rank.weights.aliases)
     return undone(folded) if plan.start == "back" else folded

@@ -13,6 +13,7 @@ from delta_sync.digest import digest, tensor_key
 from delta_sync.dtypes import dtype
 from delta_sync.errors import MappingError
 from trl_callback.changes import ChangeSet, rebase
+from trl_callback.gpu_snapshot import GpuSnapshot
 from trl_callback.serving_image import ServingImage
 from trl_callback.snapshot import Snapshot
 
@@ -45,6 +46,25 @@ def test_a_snapshot_moves_exactly_to_the_image_with_its_digests() -> None:
         for name, _, _, held in snapshot:
             assert snapshot.states[name].digest == digest(held, tensor_key(name))
     assert snapshot.diff(image_of(model)) == {}
+
+
+def test_a_snapshot_that_compares_on_the_device_finds_the_same() -> None:
+    """With PyTorch's operations, as where Triton is missing; extract_cases.py has the kernels."""
+    model = tiny.llama()
+    one, other = Snapshot(image_of(model)), GpuSnapshot(image_of(model), 10_000, resident=False)
+    for seed in range(2):
+        tiny.nudge(model, seed=seed)
+        deltas, found = one.diff(image_of(model)), other.diff(image_of(model))
+        assert list(found) == list(deltas)
+        for name, delta in deltas.items():
+            np.testing.assert_array_equal(found[name].positions, delta.positions)
+            np.testing.assert_array_equal(found[name].values, delta.values)
+        one.apply(deltas, one.advanced(deltas))
+        other.apply(found, other.advanced(found))
+    assert bits(other) == bits(one)
+    model.resize_token_embeddings(tiny.VOCAB + 8)
+    with pytest.raises(MappingError, match=r"embed_tokens.*resize"):
+        other.diff(image_of(model))
 
 
 def test_the_snapshot_owns_its_bits() -> None:

@@ -66,6 +66,7 @@ class Publisher:
 
     dtype = "BF16"
     context = False  # whether deltas are coded against the bits they change
+    per_tensor = False  # whether every tensor's changes are an object
     ranks = 1  # how many ranks share every tensor, each writing an object of its own
 
     def __init__(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -83,6 +84,8 @@ class Publisher:
         deltas = [d for d in deltas if d.changed]
         header = DeltaHeader("test", version, version - 1, DEFAULT_CODEC)
         objects = [encode_delta(header, [share(d, rank, self.ranks) for d in deltas]) for rank in range(self.ranks)]
+        if self.per_tensor:
+            objects = [encode_delta(header, [d]) for d in deltas]
         if self.context:
             header, data, _ = encode_against(header, [self._change(name, new[name]) for name in new])
             assert header.codec == CONTEXT_CODEC, "a change that the gap codec writes shorter tests nothing"

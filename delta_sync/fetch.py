@@ -1,0 +1,41 @@
+"""Objects of a chain, fetched and decoded ahead of whoever stages them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from delta_sync.aside import aside
+from delta_sync.manifest import ObjectRef
+
+if TYPE_CHECKING:
+    from delta_sync.ledger import Ledger
+
+AHEAD = 4  # objects on their way, or waiting to be taken, at once
+AHEAD_BYTES = 64 * 1024**2  # and so many bytes of them, coded; one object may be larger
+
+T = TypeVar("T")
+
+
+def fetch(
+    ledger: Ledger, refs: Sequence[ObjectRef], then: Callable[[bytes], T], most_bytes: int = AHEAD_BYTES
+) -> Iterator[T]:
+    """``then`` of every object's bytes, in order, done on the thread that fetched them.
+
+    Raises what ``Ledger.read_object`` and ``then`` raise, at the object it is about. A caller that stops early leaves
+    what runs to come to its end unheeded.
+    """
+    coming: deque[tuple[ObjectRef, Future[T]]] = deque()
+    for ref in refs:
+        while coming and (len(coming) == AHEAD or ref.size + sum(other.size for other, _ in coming) > most_bytes):
+            yield coming.popleft()[1].result()
+        coming.append((ref, aside(partial(_take, ledger, ref, then), "delta-sync-fetch")))
+    while coming:
+        yield coming.popleft()[1].result()
+
+
+def _take(ledger: Ledger, ref: ObjectRef, then: Callable[[bytes], T]) -> T:
+    return then(ledger.read_object(ref))

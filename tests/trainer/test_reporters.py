@@ -86,7 +86,7 @@ def of_trackio(folder: Path) -> Series:
 def check(folder: Path, uri: str, logged: list[dict[str, Any]]) -> None:
     """Each tracker has what the trainer's own log has, and the bucket has the log's own numbers."""
     assert len(logged) == 3
-    assert all({f"delta_sync/{name}" for name in OURS} <= entry.keys() for entry in logged[1:])
+    assert {f"delta_sync/{name}" for name in OURS} <= {name for entry in logged for name in entry}
     for read in (of_tensorboard, of_wandb, of_trackio):
         found = read(folder)
         for name in ("loss", *(f"delta_sync/{name}" for name in OURS)):

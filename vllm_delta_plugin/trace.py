@@ -108,7 +108,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _rearranged(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
         """A copy, say from contiguous() or reshape(), still holds the checkpoint's own elements."""
         source = self._sources.get(_key(tensor))
-        if source and (found := source.copied(int(tensor.storage_offset()), _dims(tensor, copy))):
+        if source and tensor.numel() and (found := source.copied(int(tensor.storage_offset()), _dims(tensor, copy))):
             self._keep.append(copy)
             self._sources[_key(copy)] = found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,6 @@ class Family:
     nested: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # for configs that hold one for their text part
     not_on_cpu: str = ""  # why vLLM cannot load it there
 
-    @property
-    def experts(self) -> bool:
-        """Whether it is a mixture of experts."""
-        return any("experts_per_tok" in name for name in self.settings)
-
     def config(self, **changes: Any) -> Any:
         """The transformers config, with text settings changed."""
         import transformers
@@ -94,6 +89,11 @@ class Family:
         return folder
 
 
+def as_served(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors as a trainer publishes them: in float32 what vLLM holds so, whatever the file has."""
+    return {name: value.float() if name.endswith(_FLOAT32) else value for name, value in values.items()}
+
+
 def _learned(model: torch.nn.Module) -> list[torch.Tensor]:
     """Buffers that a checkpoint has: DeepSeek-V3's correction of router scores."""
     saved = model.state_dict().keys()
@@ -105,6 +105,7 @@ def _with_vision(settings: dict[str, Any]) -> dict[str, Any]:
     return {"text_config": settings, "vision_config": _VISION, "tie_word_embeddings": tied}
 
 
+_FLOAT32 = ("A_log", "e_score_correction_bias")
 _NEEDS_TORCHVISION = "vLLM imports torchvision for it, which does not load beside the CPU build of PyTorch"
 _ROPE_3D = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
 

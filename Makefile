@@ -5,7 +5,7 @@ BACKEND ?= auto
 OLDEST  ?= .venv-oldest
 PY      := $(VENV)/bin/python
 
-.PHONY: demo rehearsal test test-long test-oldest test-ui test-hub-live browser screenshots check docs bench setup clean
+.PHONY: demo rehearsal test test-long test-oldest test-ui test-hub-live browser screenshots coverage-table check docs bench setup clean
 
 setup:
 	@$(PYTHON) scripts/setup_env.py $(VENV) --backend $(BACKEND)
@@ -47,6 +47,10 @@ browser: setup
 # The store's contract on the real Hub, in a private bucket of the account that HF_TOKEN or `hf auth login` names.
 test-hub-live: setup
 	DELTA_SYNC_HUB_LIVE=1 $(PY) -m pytest tests/store/test_hub_live.py -s $(ARGS)
+
+# docs/COVERAGE.md, from the outcomes of the tests that compare with it afterwards.
+coverage-table: setup
+	DELTA_SYNC_WRITE_COVERAGE=1 $(PY) -m pytest tests/worker/test_families.py $(ARGS)
 
 check: setup
 	$(PY) -m ruff check .

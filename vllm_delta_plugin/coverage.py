@@ -15,7 +15,7 @@ from vllm_delta_plugin.live_storage import LiveStorage, live_storage
 from vllm_delta_plugin.regions import Region, by_tensor, make_region, overlapping
 from vllm_delta_plugin.trace import Copy, Trace
 
-Place = tuple[object, ...]  # address, shape, strides, dtype, device
+Place = tuple[object, ...]  # storage, address, shape, strides, dtype, device
 _NOT_WEIGHTS = {"kv_cache"}  # what vLLM hangs on modules after loading
 _MIN_DERIVED = 64  # smallest new tensor that can be a copy of weights rather than a scale or a flag
 
@@ -142,7 +142,11 @@ class Fingerprint:
 
 def _places(model: torch.nn.Module) -> dict[str, Place]:
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: (t.data_ptr(), tuple(t.shape), t.stride(), t.dtype, t.device.type) for name, t in named}
+    return {name: _place(tensor) for name, tensor in named}
+
+
+def _place(t: torch.Tensor) -> Place:
+    return (t.untyped_storage().data_ptr(), t.data_ptr(), tuple(t.shape), t.stride(), t.dtype, t.device.type)
 
 
 def _loose_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -209,7 +213,7 @@ def _rescan(weights: WeightMap) -> dict[str, int]:
 
 
 def _elements(place: Place) -> int:
-    shape = place[1]
+    shape = place[2]
     return math.prod(shape) if isinstance(shape, tuple) else 0
 
 

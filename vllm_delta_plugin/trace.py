@@ -10,8 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from vllm_delta_plugin.rearranged import Dim, Rearranged
+
 Ints = tuple[int, ...]
 _COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default}
+_SAME_VALUES = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
 _CONSTANTS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
 
 
@@ -56,7 +59,7 @@ def trace_load(model: torch.nn.Module, tensors: Mapping[str, Ints], dtype: torch
 
 def _live_storages(model: torch.nn.Module) -> set[int]:
     tensors = [*model.parameters(), *model.buffers()]
-    return {tensor.untyped_storage()._cdata for tensor in tensors}
+    return {_key(tensor) for tensor in tensors}
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -67,7 +70,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.current = "(before the first tensor)"
         self._live = _live_storages(model)
-        self._sources: dict[int, str] = {}
+        self._sources: dict[int, Rearranged] = {}
         self._derived: dict[int, tuple[set[str], str]] = {}
         self._keep: list[torch.Tensor] = []  # storages are told apart by address, so none may be freed and reused
 
@@ -76,7 +79,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, shape in tensors.items():
             tensor = torch.empty(shape, dtype=dtype, device="meta")
             self._keep.append(tensor)
-            self._sources[tensor.untyped_storage()._cdata] = name
+            self._sources[_key(tensor)] = Rearranged.untouched(name, shape)
             self.current = name
             yield name, tensor
 
@@ -87,18 +90,33 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = list(_written(func, args, kwargs))
         if any(self._is_live(tensor) for tensor in written):
             return self._other_write(func, args, written)
+        for tensor in written:
+            self._refuse_changed(tensor, str(func))
         out = func(*args, **kwargs)
+        if func in _SAME_VALUES and out.dtype == args[0].dtype:
+            self._rearranged(args[0], out)
         self._follow(func, [*tree_leaves(args), *tree_leaves(kwargs)], tree_leaves(out))
         return out
 
     def _is_live(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._live
+        return _key(tensor) in self._live
+
+    def _refuse_changed(self, tensor: torch.Tensor, op: str) -> None:
+        if _key(tensor) in self._sources:
+            self._refuse({self._sources[_key(tensor)].source}, f"it is changed by {op} before it is written")
+
+    def _rearranged(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
+        """A copy, say from contiguous() or reshape(), still holds the checkpoint's own elements."""
+        source = self._sources.get(_key(tensor))
+        if source and tensor.numel() and (found := source.copied(int(tensor.storage_offset()), _dims(tensor, copy))):
+            self._keep.append(copy)
+            self._sources[_key(copy)] = found
 
     def _origin(self, tensor: torch.Tensor) -> tuple[set[str], str] | None:
         """The checkpoint tensors this one was computed from, with the operation; None if it is unrelated."""
-        key = tensor.untyped_storage()._cdata
+        key = _key(tensor)
         if key in self._sources:
-            return {self._sources[key]}, ""
+            return {self._sources[key].source}, ""
         return self._derived.get(key)
 
     def _follow(self, func: Any, inputs: list[Any], outputs: list[Any]) -> None:
@@ -109,7 +127,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in outputs:
             if isinstance(tensor, torch.Tensor) and self._origin(tensor) is None and not self._is_live(tensor):
                 self._keep.append(tensor)
-                self._derived[tensor.untyped_storage()._cdata] = (names, str(func))
+                self._derived[_key(tensor)] = (names, str(func))
 
     def _copy(self, func: Any, args: Any) -> Any:
         pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]
@@ -121,9 +139,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _copy_one(self, dst: torch.Tensor, src: torch.Tensor, op: str) -> None:
         origin = self._origin(src)
         if not self._is_live(dst):
+            self._refuse_changed(dst, op)
             if origin:
                 self._keep.append(dst)
-                self._derived[dst.untyped_storage()._cdata] = (origin[0], op)
+                self._derived[_key(dst)] = (origin[0], op)
             elif dst.device.type != "meta" and src.device.type != "meta":
                 torch.ops.aten.copy_.default(dst, src)
             return
@@ -137,18 +156,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._record(next(iter(names)), dst, src.expand(dst.shape))
 
     def _record(self, name: str, dst: torch.Tensor, src: torch.Tensor) -> None:
-        self.trace.copies.append(
-            Copy(
-                name,
-                dst.untyped_storage()._cdata,
-                dst.dtype,
-                tuple(dst.shape),
-                int(src.storage_offset()),
-                tuple(src.stride()),
-                int(dst.storage_offset()),
-                tuple(dst.stride()),
-            )
-        )
+        found = self._sources[_key(src)].follow(int(src.storage_offset()), _dims(src, dst))
+        if found is None:
+            self._refuse({name}, "it is rearranged in a way that strides do not describe")
+            return
+        offset, dims = found
+        shape, src_strides, dst_strides = zip(*dims, strict=True) if dims else ((), (), ())
+        place = int(dst.storage_offset())
+        self.trace.copies.append(Copy(name, _key(dst), dst.dtype, shape, offset, src_strides, place, dst_strides))
 
     def _other_write(self, func: Any, args: Any, written: list[torch.Tensor]) -> Any:
         if func not in _CONSTANTS:
@@ -160,6 +175,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _refuse(self, names: set[str], reason: str) -> None:
         for name in names:
             self.trace.problems.setdefault(name, reason)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    """Tells storages apart, while they are kept."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _dims(tensor: torch.Tensor, other: torch.Tensor) -> list[Dim]:
+    """Sizes and strides of two tensors of one shape."""
+    return list(zip(tensor.shape, tensor.stride(), other.stride(), strict=True))
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:

@@ -24,13 +24,21 @@ from delta_sync.writer import Writer
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
-    """A 16-bit tensor's bits, flat uint16."""
-    return tensor.contiguous().view(torch.int16).numpy().view(np.uint16).reshape(-1)
+    """A tensor's bits, flat uint16 or (float32) uint32."""
+    carrier = np.uint32 if tensor.dtype == torch.float32 else np.uint16
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().view(carrier)
+
+
+def element(tensor: torch.Tensor, dtype: str) -> str:
+    """The published element type: ``dtype`` for all tensors of 16 bits."""
+    return "F32" if tensor.dtype == torch.float32 else dtype
 
 
 def states(tensors: Mapping[str, torch.Tensor], dtype: str = "BF16") -> dict[str, TensorState]:
     """Every tensor's published state."""
-    return {n: TensorState(dtype, tuple(t.shape), digest(bits(t), tensor_key(n))) for n, t in tensors.items()}
+    return {
+        n: TensorState(element(t, dtype), tuple(t.shape), digest(bits(t), tensor_key(n))) for n, t in tensors.items()
+    }
 
 
 def nudged(tensors: Mapping[str, torch.Tensor], share: float, seed: int) -> dict[str, torch.Tensor]:
@@ -41,7 +49,7 @@ def nudged(tensors: Mapping[str, torch.Tensor], share: float, seed: int) -> dict
         value = tensor.clone()
         flat = bits(value)
         at = rng.choice(flat.size, max(1, int(flat.size * share)), replace=False)
-        flat[at] += rng.integers(1, 400, at.size).astype(np.uint16)
+        flat[at] += rng.integers(1, 400, at.size).astype(flat.dtype)
         out[name] = value
     return out
 
@@ -80,7 +88,9 @@ class Publisher:
     def delta(self, new: Mapping[str, torch.Tensor], claimed: Mapping[str, torch.Tensor] | None = None) -> Manifest:
         """Publish the step to ``new``; the manifest's digests are those of ``claimed`` if it is given."""
         version = self._writer.head.version + 1
-        deltas = [diff(n, DTYPES[self.dtype], new[n].shape, bits(self.tensors[n]), bits(new[n])) for n in new]
+        deltas = [
+            diff(n, DTYPES[element(new[n], self.dtype)], new[n].shape, bits(self.tensors[n]), bits(new[n])) for n in new
+        ]
         deltas = [d for d in deltas if d.changed]
         header = DeltaHeader("test", version, version - 1, DEFAULT_CODEC)
         objects = [encode_delta(header, [share(d, rank, self.ranks) for d in deltas]) for rank in range(self.ranks)]

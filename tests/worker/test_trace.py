@@ -78,6 +78,17 @@ def test_slices_transposes_and_list_copies_are_mapped() -> None:
     assert len(weights.regions["b"]) == 6
 
 
+def test_copies_of_checkpoint_tensors_are_followed() -> None:
+    """What gpt-oss does to its experts: transposed, made contiguous, written."""
+
+    def load(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+        rows(model, name).view(8, 6).copy_(tensor.t().contiguous())
+
+    _, weights = traced(load)
+    weights.check()
+    assert [(r.shape, r.src_strides, r.dst_strides) for r in weights.regions["a"]] == [((6, 8), (8, 1), (1, 6))]
+
+
 def test_unread_tensors_are_listed() -> None:
     _, weights = traced(lambda model, name, tensor: plain(model, name, tensor) if name == "a" else None)
     weights.check()
@@ -100,6 +111,19 @@ def scaled(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 def added(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
     rows(model, name).add_(tensor)
+
+
+def changed_first(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    rows(model, name).copy_(tensor.add_(1))
+
+
+def overwritten_first(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    tensor[0] = torch.ones(8)
+    rows(model, name).copy_(tensor)
+
+
+def widened_first(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    rows(model, name).copy_(tensor.float())
 
 
 def buffered(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -131,6 +155,9 @@ def two_types(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
     [
         (scaled, "transformed by aten.mul"),
         (added, "written by aten.add_"),
+        (changed_first, "changed by aten.add_"),
+        (overwritten_first, "changed by aten.copy_"),
+        (widened_first, "transformed by aten._to_copy"),
         (buffered, "transformed by aten.copy_"),
         (looked_at, "needs its values"),
         (broadcast, "reads each checkpoint element once"),

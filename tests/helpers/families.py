@@ -1,0 +1,166 @@
+"""Model families that vLLM serves and TRL users train, each as a tiny config of its own transformers class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_VOCAB = 500  # not a multiple of vLLM's padding
+_TEXT: dict[str, Any] = {
+    "vocab_size": _VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_HEAD = {"head_dim": 32}
+_UNTIED = {"tie_word_embeddings": False}
+_MLA = {
+    "kv_lora_rank": 512,  # with the rope part 576: the only size of vLLM's CPU kernel for this attention
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+}
+_GROUPS = {"n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy", "scoring_func": "softmax"}
+_SIGMOID = {**_GROUPS, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+_GATED_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_VISION = {"depth": 2, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 128, "patch_size": 14}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to make one family's tiny model; ``settings`` override the common ones, ``serve`` are engine options."""
+
+    name: str
+    config_class: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    serve: dict[str, Any] = field(default_factory=dict)
+    model_class: str = "AutoModelForCausalLM"
+    nested: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # for configs that hold one for their text part
+    not_on_cpu: str = ""  # why vLLM cannot load it there
+
+    def config(self, **changes: Any) -> Any:
+        """The transformers config, with text settings changed."""
+        import transformers
+
+        settings = _TEXT | self.settings | changes
+        return getattr(transformers, self.config_class)(**(self.nested(settings) if self.nested else settings))
+
+    def make(self, folder: Path, seed: int = 0, **changes: Any) -> Path:
+        """Write a random bfloat16 checkpoint; its folder."""
+        import transformers
+
+        torch.manual_seed(seed)
+        config = self.config(**changes)
+        config.dtype = torch.bfloat16
+        create = getattr(transformers, self.model_class)
+        create = getattr(create, "from_config", None) or create._from_config
+        model = create(config, dtype=torch.bfloat16)
+        for buffer in _learned(model):
+            buffer.data = buffer.data.float()  # as its checkpoints have it
+        with torch.no_grad():
+            for parameter in [*model.parameters(), *_learned(model)]:  # constants would hide a permutation
+                parameter.add_(torch.randn(parameter.shape).to(parameter.dtype) * 0.05)
+        model.save_pretrained(folder)
+        return folder
+
+
+def as_served(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors as a trainer publishes them: in float32 what vLLM holds so, whatever the file has."""
+    return {name: value.float() if name.endswith(_FLOAT32) else value for name, value in values.items()}
+
+
+def _learned(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Buffers that a checkpoint has: DeepSeek-V3's correction of router scores."""
+    saved = model.state_dict().keys()
+    return [buffer for name, buffer in model.named_buffers() if name in saved]
+
+
+def _with_vision(settings: dict[str, Any]) -> dict[str, Any]:
+    tied = settings.get("tie_word_embeddings", False)
+    return {"text_config": settings, "vision_config": _VISION, "tie_word_embeddings": tied}
+
+
+_FLOAT32 = ("A_log", "e_score_correction_bias")
+_NEEDS_TORCHVISION = "vLLM imports torchvision for it, which does not load beside the CPU build of PyTorch"
+_ROPE_3D = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("Qwen2", "Qwen2Config", {"tie_word_embeddings": True}),
+        Family("Qwen2.5", "Qwen2Config", {**_UNTIED, "rope_theta": 1e6}),
+        Family("Qwen3", "Qwen3Config", {**_HEAD, "tie_word_embeddings": True}),
+        Family("Qwen2-MoE", "Qwen2MoeConfig", {**_MOE, **_UNTIED, "shared_expert_intermediate_size": 64}),
+        Family("Qwen3-MoE", "Qwen3MoeConfig", {**_HEAD, **_MOE, **_UNTIED}),
+        Family(
+            "Qwen3-Next", "Qwen3NextConfig", {**_HEAD, **_MOE, **_GATED_DELTA, "shared_expert_intermediate_size": 64}
+        ),
+        Family("Qwen3.5", "Qwen3_5TextConfig", {**_HEAD, **_GATED_DELTA}, not_on_cpu=_NEEDS_TORCHVISION),
+        Family("Llama 3", "LlamaConfig", {**_HEAD, **_UNTIED}),
+        Family(
+            "Llama 4",
+            "Llama4TextConfig",
+            {
+                **_HEAD,
+                "intermediate_size_mlp": 256,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 1,
+                "interleave_moe_layer_step": 2,
+            },
+        ),
+        Family("Gemma 2", "Gemma2Config", {**_HEAD, "query_pre_attn_scalar": 32}),
+        Family("Gemma 3", "Gemma3TextConfig", {**_HEAD, "query_pre_attn_scalar": 32}),
+        Family("Mistral", "MistralConfig", _HEAD),
+        Family("Mixtral", "MixtralConfig", {**_HEAD, "num_local_experts": 4}),
+        Family("Phi-3", "Phi3Config"),
+        Family("Phi-2", "PhiConfig", {"num_key_value_heads": 4}),
+        Family("SmolLM3", "SmolLM3Config", {"tie_word_embeddings": True}),
+        Family("OLMo 2", "Olmo2Config"),
+        Family("GPT-OSS", "GptOssConfig", {**_HEAD, "num_local_experts": 4, "num_experts_per_tok": 2}),
+        Family("DeepSeek-V2", "DeepseekV2Config", {**_MLA, **_GROUPS, "q_lora_rank": None}),
+        Family("DeepSeek-V3", "DeepseekV3Config", {**_MLA, **_SIGMOID, "q_lora_rank": 64}),
+        Family("Granite", "GraniteConfig"),
+        Family("Granite-MoE", "GraniteMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        Family(
+            "Qwen2.5-VL",
+            "Qwen2_5_VLConfig",
+            {"rope_parameters": _ROPE_3D},
+            model_class="Qwen2_5_VLForConditionalGeneration",
+            nested=_with_vision,
+            not_on_cpu=_NEEDS_TORCHVISION,
+        ),
+        Family(
+            "Qwen3-VL",
+            "Qwen3VLConfig",
+            {**_HEAD, "rope_parameters": _ROPE_3D},
+            model_class="Qwen3VLForConditionalGeneration",
+            nested=_with_vision,
+            not_on_cpu=_NEEDS_TORCHVISION,
+        ),
+    )
+}

@@ -1,0 +1,114 @@
+"""One model family served by one worker: a sparse update must leave exactly what a fresh engine would load."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from helpers.families import Family, as_served
+from publishing import Publisher, nudged
+from replica import PROMPTS, Replica, replica
+
+from delta_sync.plan import Position
+
+SMALL: dict[str, Any] = {
+    "enable_prefix_caching": False,
+    "kv_cache_memory_bytes": 64 << 20,
+    "num_gpu_blocks_override": 64,
+    "max_num_batched_tokens": 128,
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a model: "direct" (deltas go straight into its weights), "refused" or "not run", and why."""
+
+    cell: str
+    reason: str = ""
+
+
+@contextmanager
+def quick_start() -> Iterator[None]:
+    """Let vLLM look at model classes in this process, not in a new one (some 10 s) for each."""
+    from vllm.model_executor.models import registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)  # it would win over kv_cache_memory_bytes
+        patch.setattr(registry, "_run_in_subprocess", lambda function: function())
+        yield
+
+
+def everything(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Bytes of all tensors that modules hold, registered or not, without help from the map under test."""
+    found = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    for prefix, module in model.named_modules():
+        loose = {n: v for n, v in vars(module).items() if isinstance(v, torch.Tensor) and n != "kv_cache"}
+        found |= {f"{prefix}.{name}": value for name, value in loose.items()}
+    return {name: raw(tensor) for name, tensor in found.items()}
+
+
+def raw(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's bytes, row-major."""
+    return torch.atleast_1d(tensor.detach()).cpu().contiguous().view(torch.uint8).numpy().copy()
+
+
+def differing(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> list[str]:
+    """Names whose bytes are not the same in both."""
+    return [n for n in one.keys() | other.keys() if n not in one or not np.array_equal(one[n], other.get(n))]
+
+
+def answers(engine: Replica, count: int = 8) -> list[list[tuple[int, float]]]:
+    """Greedy continuations with each token's log-probability, which moves even where the tokens do not."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=count, temperature=0, logprobs=0, detokenize=False, ignore_eos=True)
+    outputs = engine.llm.generate([{"prompt_token_ids": p} for p in PROMPTS], sampling, use_tqdm=False)
+    texts = [output.outputs[0] for output in outputs]
+    return [[(t, p[t].logprob) for t, p in zip(x.token_ids, x.logprobs, strict=True)] for x in texts]
+
+
+def update(live: Replica, publisher: Publisher, new: dict[str, torch.Tensor]) -> str | None:
+    """Publish, stage and commit ``new``; why it is refused, if it is."""
+    manifest = publisher.delta(new)
+    plan = publisher.ledger.plan(Position(publisher.origin.version, publisher.origin.sha256), None)
+    assert plan is not None
+    (staged,) = live.stage(plan)
+    if staged["state"] == "failed":
+        return str(staged["error"]["error"])
+    assert (staged["state"], staged["changed"]) == ("staged", manifest.changed_elements), staged
+    live.one("commit", manifest.version)
+    live.one("settle", manifest.version)
+    return None
+
+
+def serve(family: Family, folder: Path) -> Outcome:
+    """Serve the family, update it, compare with a fresh engine; AssertionError if anything differs."""
+    old = family.make(folder / "old")
+    values = tiny_models.tensors(old)
+    new = nudged(values, 0.1, seed=1)
+    options: dict[str, Any] = {**SMALL, **family.serve}
+    with quick_start(), replica(tiny_models.rewrite(old, folder / "new", new), **options) as fresh:
+        fresh_answers, expected = answers(fresh), everything(fresh.model)  # rotary tables change type when first used
+    with quick_start(), replica(old, **options) as live:
+        publisher = Publisher(folder / "run", as_served(values))
+        (attached,) = live.rpc("attach", {"uri": publisher.uri})
+        if not attached["ok"]:
+            return Outcome("refused", attached["error"]["error"])
+        old_answers = answers(live)
+        if refused := update(live, publisher, as_served(new)):
+            assert answers(live) == old_answers
+            return Outcome("refused", refused)
+        wrong = differing(everything(live.model), expected)
+        assert not wrong, wrong
+        assert answers(live) == fresh_answers != old_answers
+        del live
+    gc.collect()
+    return Outcome("direct")

@@ -1,0 +1,67 @@
+"""vLLM's own settings objects, made from its own options: what deltas cannot be served with is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+from family_case import quick_start
+
+from delta_sync.errors import MappingError
+from vllm_delta_plugin.refusals import check_config
+
+BLOCK_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make("qwen3", tmp_path_factory.mktemp("settings") / "model")
+
+
+def settings(model: Path, **options: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    plain = {"dtype": "bfloat16", "max_model_len": 128, "enforce_eager": True, "skip_tokenizer_init": True}
+    with quick_start():
+        return EngineArgs(model=str(model), **plain, **options).create_engine_config()
+
+
+def speculating(method: str, **more: Any) -> dict[str, Any]:
+    return {"speculative_config": {"method": method, "num_speculative_tokens": 1, **more}}
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"quantization": "fp8"}, "quantization.*got fp8"),
+        ({"quantization": "fp8_per_tensor"}, "quantization.*got fp8_per_tensor"),
+        ({"quantization": "fp8_per_channel"}, "quantization.*got fp8_per_channel"),
+        ({"quantization": "fp8_per_block"}, "quantization.*got fp8_per_block"),
+        ({"enable_lora": True}, "LoRA"),
+        ({"cpu_offload_gb": 1}, "weight offload"),
+        ({"offload_group_size": 2}, "weight offload"),
+        (speculating("eagle3"), "speculative decoding.*got eagle3"),
+        (speculating("draft_model"), "speculative decoding.*got draft_model"),
+    ],
+)
+def test_what_changes_the_weights_is_refused(model: Path, options: dict[str, Any], what: str) -> None:
+    if "speculative_config" in options:
+        options = {"speculative_config": {**options["speculative_config"], "model": str(model)}}
+    with pytest.raises(MappingError, match=what):
+        check_config(settings(model, **options))
+
+
+def test_a_checkpoint_in_blocks_of_fp8_is_refused(model: Path, tmp_path: Path) -> None:
+    quantised = tiny_models.rewrite(model, tmp_path / "fp8", tiny_models.tensors(model))
+    described = json.loads((quantised / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps({**described, "quantization_config": BLOCK_FP8}))
+    with pytest.raises(MappingError, match=r"quantization.*got fp8.*the unquantised checkpoint"):
+        check_config(settings(quantised))
+
+
+def test_plain_settings_and_proposals_without_weights_are_served(model: Path) -> None:
+    check_config(settings(model))
+    check_config(settings(model, **speculating("ngram")))

@@ -14,20 +14,41 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import zstandard
+from layouts import LAYOUTS, Layout, changed_elements
 from traces import TracedChange, load
 from wire_layouts import machine
 
-from delta_sync import DTYPES
+from delta_sync import DTYPES, DeltaHeader
+from delta_sync.context_codec import context_field
+from delta_sync.context_file import Change, decode_against, encode_against
 from delta_sync.context_model import CONTEXTS, entropy_bits
-from delta_sync.context_scan import contexts_of
-from delta_sync.peer_layouts import LAYOUTS, Changed, Layout, changed_elements
 
 BF16 = DTYPES["BF16"]
 Step = Sequence[TracedChange]
 
 
-def found(step: Step) -> list[Changed]:
-    return [changed_elements(c.name, c.shape, c.old, c.new) for c in step]
+def xor_encode(step: Step) -> list[bytes]:
+    """XOR of whole tensors, zstd-1 each."""
+    coder = zstandard.ZstdCompressor(level=1)
+    return [coder.compress(np.bitwise_xor(c.old, c.new)) for c in step]
+
+
+def xor_decode(data: list[bytes], step: Step) -> list[np.ndarray]:
+    coder = zstandard.ZstdDecompressor()
+    return [
+        np.bitwise_xor(np.frombuffer(coder.decompress(f), np.uint16), c.old) for f, c in zip(data, step, strict=True)
+    ]
+
+
+def context_encode(step: Step) -> bytes:
+    changes = [Change(c.name, BF16, c.shape, c.old, c.new) for c in step]
+    return encode_against(DeltaHeader("benchmark", 2, 1, ""), changes)[1]
+
+
+def context_decode(data: bytes, step: Step) -> list[np.ndarray]:
+    old = {c.name: c.old for c in step}
+    return [d.positions for d in decode_against(data, lambda name, dtype, shape: old[name])[1]]
 
 
 def median_seconds(run: Callable[[], object], repeats: int) -> float:
@@ -44,13 +65,14 @@ def median_seconds(run: Callable[[], object], repeats: int) -> float:
 def entropy(step: Step) -> dict[str, float]:
     """Bytes a changed element of an ideal code that knows the old exponent: positions, step sizes, signs."""
     changes, sizes = np.zeros((CONTEXTS, 2), np.int64), np.zeros((CONTEXTS, 65536), np.int64)
+    shift, mask = context_field(BF16)
     for c in step:
-        contexts = contexts_of(c.old, BF16).astype(np.int64)
-        delta = changed_elements(c.name, c.shape, c.old, c.new).delta
-        at = contexts[delta.positions]
+        contexts = (c.old >> shift & mask).astype(np.int64)
+        found = changed_elements(c.name, c.shape, c.old, c.new).delta
+        at = contexts[found.positions]
         changed = np.bincount(at, minlength=CONTEXTS)
         changes += np.stack([np.bincount(contexts, minlength=CONTEXTS) - changed, changed], axis=1)
-        steps = delta.values.astype(np.int16).astype(np.int64)
+        steps = found.values.astype(np.int16).astype(np.int64)
         np.add.at(sizes, (at, np.minimum(np.abs(steps), 65535)), 1)
     total = int(changes[:, 1].sum())
     parts = {"positions": entropy_bits(changes), "sizes": entropy_bits(sizes), "signs": float(total)}
@@ -59,21 +81,22 @@ def entropy(step: Step) -> dict[str, float]:
     return {**given, "given_old_exponent": sum(given.values()), "uniform": uniform / 8 / total}
 
 
-def check(layout: Layout, data: bytes, changes: Sequence[Changed]) -> None:
-    for c, (positions, bits) in zip(changes, layout.decode(data, changes), strict=True):
-        if not (np.array_equal(positions, c.positions) and np.array_equal(bits, c.new)):
-            sys.exit(f"{layout.name} does not restore {c.name}")
+def check(data: bytes, step: Step) -> None:
+    old = {c.name: c.old for c in step}
+    deltas = {d.name: d for d in decode_against(data, lambda name, dtype, shape: old[name])[1]}
+    for c in step:
+        found, got = changed_elements(c.name, c.shape, c.old, c.new).delta, deltas[c.name]
+        if not (np.array_equal(found.positions, got.positions) and np.array_equal(found.values, got.values)):
+            sys.exit(f"the context codec does not restore {c.name}")
 
 
-def figures_of(layout: Layout, step: Step, repeats: int) -> tuple[int, float, float]:
-    """Size, and seconds from weights to bytes and from bytes to what the layout restores."""
-    changes = found(step)
+def peer(layout: Layout, step: Step, repeats: int) -> tuple[int, float, float]:
+    """Size, and seconds from weights to bytes and from bytes to positions and new bits."""
 
     def encode() -> bytes:
-        return layout.encode(changes if layout.finds else found(step))
+        return layout.encode([changed_elements(c.name, c.shape, c.old, c.new) for c in step])
 
-    data = encode()
-    check(layout, data, changes)
+    changes, data = [changed_elements(c.name, c.shape, c.old, c.new) for c in step], encode()
     return len(data), median_seconds(encode, repeats), median_seconds(lambda: layout.decode(data, changes), repeats)
 
 
@@ -81,7 +104,19 @@ def measure(step: Step, repeats: int) -> dict[str, object]:
     """All layouts over the same step."""
     dense = 2 * sum(c.old.size for c in step)
     changed = sum(int((c.old != c.new).sum()) for c in step)
-    figures = {layout.name: figures_of(layout, step, repeats) for layout in LAYOUTS}
+    figures = {layout.name: peer(layout, step, repeats) for layout in LAYOUTS}
+    xor, data = xor_encode(step), context_encode(step)
+    check(data, step)
+    figures["XOR of whole tensors, zstd-1"] = (
+        sum(map(len, xor)),
+        median_seconds(lambda: xor_encode(step), repeats),
+        median_seconds(lambda: xor_decode(xor, step), repeats),
+    )
+    figures["ours: context8-ulp8-zstd"] = (
+        len(data),
+        median_seconds(lambda: context_encode(step), repeats),
+        median_seconds(lambda: context_decode(data, step), repeats),
+    )
     rows = [
         {
             "layout": name,
@@ -92,7 +127,7 @@ def measure(step: Step, repeats: int) -> dict[str, object]:
         for name, (size, encode, decode) in figures.items()
     ]
     bounds = entropy(step)
-    ratio = figures[LAYOUTS[-1].name][0] / changed / bounds["given_old_exponent"]
+    ratio = len(data) / changed / bounds["given_old_exponent"]
     share = round(200 * changed / dense, 4)
     return {"changed_percent": share, "layouts": rows, "entropy": bounds, "over_entropy": round(ratio, 4)}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from delta_sync.context_file import encode_against
+from delta_sync.context_file import encode_deltas_against
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, encode_delta
 from delta_sync.errors import SyncTimeoutError
 from delta_sync.manifest import ObjectRef
@@ -112,7 +112,7 @@ class RankPart:
         if self._codec == DEFAULT_CODEC:
             data = encode_delta(header, published)
         else:
-            header, data, _ = encode_against(header, list(self.snapshot.changes(deltas)))
+            header, data = encode_deltas_against(header, published, self.snapshot.bits)
         return _Coded(order, deltas, object_ref(order.version, order.epoch, data), data, header.codec, sums)
 
     def _take(self, step: int) -> Mapping[Key, TensorDelta]:

@@ -1,65 +1,26 @@
 """From old and new weights to bytes and back, in our codecs and the peers', beside the conditional entropy.
 
-Run: python benchmarks/codec_speed.py --trace /tmp/traces/lr3e-06-float32-policy-step20.npz
+Run: python benchmarks/codec_speed.py --trace tests/traces/*policy*.npz
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import zstandard
-from layouts import LAYOUTS, Layout, changed_elements
-from traces import TracedChange, load
+from layouts import LAYOUTS, changed_elements
+from traces import load
+from whole_layouts import BF16, CONTEXT, WHOLE, GapValue16, Step, Way, cost, way_of, xet_bytes
 from wire_layouts import machine
 
-from delta_sync import DTYPES, DeltaHeader
 from delta_sync.context_codec import context_field
-from delta_sync.context_file import Change, decode_against, encode_against
+from delta_sync.context_file import decode_against
 from delta_sync.context_model import CONTEXTS, entropy_bits
 
-BF16 = DTYPES["BF16"]
-Step = Sequence[TracedChange]
-
-
-def xor_encode(step: Step) -> list[bytes]:
-    """XOR of whole tensors, zstd-1 each."""
-    coder = zstandard.ZstdCompressor(level=1)
-    return [coder.compress(np.bitwise_xor(c.old, c.new)) for c in step]
-
-
-def xor_decode(data: list[bytes], step: Step) -> list[np.ndarray]:
-    coder = zstandard.ZstdDecompressor()
-    return [
-        np.bitwise_xor(np.frombuffer(coder.decompress(f), np.uint16), c.old) for f, c in zip(data, step, strict=True)
-    ]
-
-
-def context_encode(step: Step) -> bytes:
-    changes = [Change(c.name, BF16, c.shape, c.old, c.new) for c in step]
-    return encode_against(DeltaHeader("benchmark", 2, 1, ""), changes)[1]
-
-
-def context_decode(data: bytes, step: Step) -> list[np.ndarray]:
-    old = {c.name: c.old for c in step}
-    return [d.positions for d in decode_against(data, lambda name, dtype, shape: old[name])[1]]
-
-
-def median_seconds(run: Callable[[], object], repeats: int) -> float:
-    """CPU seconds of this thread, median of ``repeats``; one run before them compiles and warms up."""
-    run()
-    times = []
-    for _ in range(repeats):
-        start = time.thread_time()
-        run()
-        times.append(time.thread_time() - start)
-    return statistics.median(times)
+RAW, XOR = "raw safetensors", "XOR of whole tensors, zstd-1"
 
 
 def entropy(step: Step) -> dict[str, float]:
@@ -90,65 +51,76 @@ def check(data: bytes, step: Step) -> None:
             sys.exit(f"the context codec does not restore {c.name}")
 
 
-def peer(layout: Layout, step: Step, repeats: int) -> tuple[int, float, float]:
-    """Size, and seconds from weights to bytes and from bytes to positions and new bits."""
-
-    def encode() -> bytes:
-        return layout.encode([changed_elements(c.name, c.shape, c.old, c.new) for c in step])
-
-    changes, data = [changed_elements(c.name, c.shape, c.old, c.new) for c in step], encode()
-    return len(data), median_seconds(encode, repeats), median_seconds(lambda: layout.decode(data, changes), repeats)
+def ways() -> dict[str, Way]:
+    """All layouts, the peers' first."""
+    first, *others = (layout for layout in LAYOUTS if layout.name not in WHOLE)
+    named = [(layout.name, way_of(layout)) for layout in (first, GapValue16(), *others)]
+    return {RAW: WHOLE[RAW], XOR: WHOLE[XOR], **dict(named), CONTEXT: WHOLE[CONTEXT]}
 
 
-def measure(step: Step, repeats: int) -> dict[str, object]:
-    """All layouts over the same step."""
+def row(name: str, way: Way, step: Step, repeats: int) -> dict[str, object]:
+    """Size, speed and memory of one layout."""
+    encode, decode = way
+    data = encode(step)
+    coding, coding_peak = cost(lambda: encode(step), repeats)
+    reading, reading_peak = cost(lambda: decode(data, step), repeats)
     dense = 2 * sum(c.old.size for c in step)
+    return {
+        "layout": name,
+        "bytes": sum(map(len, data)),
+        "encode_gb_s": round(dense / coding / 1e9, 3),
+        "decode_gb_s": round(dense / reading / 1e9, 3),
+        "encode_peak_mb": round(coding_peak / 1e6, 2),
+        "decode_peak_mb": round(reading_peak / 1e6, 2),
+    }
+
+
+def measure(step: Step, repeats: int, xet: bool = False) -> dict[str, object]:
+    """All layouts over the same step."""
+    elements = sum(c.old.size for c in step)
     changed = sum(int((c.old != c.new).sum()) for c in step)
-    figures = {layout.name: peer(layout, step, repeats) for layout in LAYOUTS}
-    xor, data = xor_encode(step), context_encode(step)
-    check(data, step)
-    figures["XOR of whole tensors, zstd-1"] = (
-        sum(map(len, xor)),
-        median_seconds(lambda: xor_encode(step), repeats),
-        median_seconds(lambda: xor_decode(xor, step), repeats),
-    )
-    figures["ours: context8-ulp8-zstd"] = (
-        len(data),
-        median_seconds(lambda: context_encode(step), repeats),
-        median_seconds(lambda: context_decode(data, step), repeats),
-    )
-    rows = [
-        {
-            "layout": name,
-            "bytes_per_changed": round(size / changed, 4),
-            "encode_gb_s": round(dense / encode / 1e9, 2),
-            "decode_gb_s": round(dense / decode / 1e9, 2),
-        }
-        for name, (size, encode, decode) in figures.items()
-    ]
+    check(WHOLE[CONTEXT][0](step)[0], step)
+    rows = [row(name, way, step, repeats) for name, way in ways().items()]
+    if xet:
+        rows.insert(1, {"layout": "Xet re-upload of the checkpoint", "bytes": xet_bytes(step)})
     bounds = entropy(step)
-    ratio = len(data) / changed / bounds["given_old_exponent"]
-    share = round(200 * changed / dense, 4)
-    return {"changed_percent": share, "layouts": rows, "entropy": bounds, "over_entropy": round(ratio, 4)}
+    for entry in rows:
+        entry["bytes_per_changed"] = round(entry["bytes"] / changed, 4)
+        entry["over_entropy"] = round(entry["bytes_per_changed"] / bounds["given_old_exponent"], 3)
+    ours, xor = rows[-1], next(entry for entry in rows if entry["layout"] == XOR)
+    return {
+        "changed_percent": round(100 * changed / elements, 4),
+        "layouts": rows,
+        "entropy": bounds,
+        "over_entropy": ours["over_entropy"],
+        "encode_over_xor": round(ours["encode_gb_s"] / xor["encode_gb_s"], 2),
+        "decode_over_xor": round(ours["decode_gb_s"] / xor["decode_gb_s"], 2),
+    }
+
+
+def print_table(result: dict[str, object]) -> None:
+    keys = ("bytes_per_changed", "over_entropy", "encode_gb_s", "decode_gb_s", "encode_peak_mb", "decode_peak_mb")
+    heads = ("B/changed", "/entropy", "enc GB/s", "dec GB/s", "enc MB", "dec MB")
+    print(f"{'layout':<42}" + "".join(f"{head:>11}" for head in heads))
+    for entry in result["layouts"]:
+        print(f"{entry['layout']:<42}" + "".join(f"{entry.get(key, ''):>11}" for key in keys))
+    print("entropy, B/changed: " + ", ".join(f"{k} {v:.3f}" for k, v in result["entropy"].items()))
+    print(f"context codec over XOR: encode {result['encode_over_xor']}, decode {result['decode_over_xor']}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, nargs="+", required=True, help="files that traces.py wrote")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--xet", action="store_true", help="also what a Xet client uploads, by the tests' own Hub")
     options = parser.parse_args()
     here = machine()
     print(f"{here['cpu']}, {here['cores']} cores; one thread's CPU time, median of {options.repeats}.")
     for path in options.trace:
         step, made = load(path)
-        result = measure(step, options.repeats)
-        print(f"\n{made}\n{result['changed_percent']} % changed")
-        print(f"{'layout':<42} {'B/changed':>9} {'encode GB/s':>12} {'decode GB/s':>12}")
-        for row in result["layouts"]:
-            speeds = f"{row['encode_gb_s']:>12} {row['decode_gb_s']:>12}"
-            print(f"{row['layout']:<42} {row['bytes_per_changed']:>9.3f} {speeds}")
-        print("entropy, B/changed: " + ", ".join(f"{k} {v:.3f}" for k, v in result["entropy"].items()))
-        print(f"context codec over entropy given the old exponent: {result['over_entropy']}")
+        result = measure(step, options.repeats, options.xet)
+        print(f"\n{path.stem}: {made}\n{result['changed_percent']} % changed")
+        print_table(result)
         print(json.dumps({"benchmark": "codec_speed", "machine": here, "made": made, **result}))
 
 

@@ -19,10 +19,11 @@ STREAMS = ("table", "count", "gap", "low", "step", "step_ext", "sign")
 
 @dataclass(frozen=True)
 class Layer:
-    """One tensor to code or decode: its flat old bits, and the tiles it is cut into."""
+    """One tensor to code or decode: its flat old bits, the tiles it is cut into, and of which a reader has the bits."""
 
     old: Bits
     tiles: tuple[Tile, ...]
+    held: tuple[bool, ...] | None = None  # None: all
 
 
 def context_field(dtype: DType) -> tuple[np.unsignedinteger, np.unsignedinteger]:

@@ -11,6 +11,7 @@ from delta_sync.bitmap import Bits
 from delta_sync.codec import Group
 from delta_sync.context_codec import Layer, context_field, place
 from delta_sync.context_model import class_table
+from delta_sync.context_part import part_of_steps
 from delta_sync.context_scan import select
 from delta_sync.context_streams import Bytes, Words, gather, read_gaps
 from delta_sync.context_table import UNARY, Table, low_planes
@@ -37,35 +38,46 @@ def read_table(streams: Mapping[str, memoryview], label: str) -> Table:
 def decode_group(
     group: Group, table: Table, layers: Sequence[Layer], streams: Mapping[str, memoryview], limits: Limits, threads: int
 ) -> list[tuple[npt.NDArray[np.int64], Bits]]:
-    """Positions, in tile order, and ULP steps of each tensor; FormatError unless the streams hold exactly the group."""
+    """Positions, in tile order, and ULP steps of each tensor, in the tiles that are held.
+
+    FormatError unless the streams hold exactly the group; MappingError if it does not let a reader leave tiles out.
+    """
     counts = _read_counts(group, table, layers, streams["count"])
     totals = [int(n) for n in counts.sum(axis=0)]
     _check_frames(group, table, totals, streams, limits)
     gaps = _read_gaps(group, table, totals, streams, threads)
-    positions, contexts = np.empty(group.changed, np.int64), np.empty(group.changed, np.uint8)
-    _select(group, table, layers, counts, gaps, (positions, contexts), threads)
-    steps = _read_steps(group, table, contexts, streams, threads)
-    return [(positions[part], steps[part]) for part in slices(group.counts)]
+    held = np.array([flag for layer in layers for flag in layer.held or [True] * len(layer.tiles)], np.bool_)
+    ours = counts[held]
+    positions, contexts = (np.empty(int(ours.sum()), kind) for kind in (np.int64, np.uint8))
+    _select(group, table, layers, (counts, held), gaps, (positions, contexts), threads)
+    if held.all():
+        steps = _read_steps(group, table, contexts, streams, threads)
+    else:
+        steps = part_of_steps(group, table, counts, held, contexts, streams)
+    per_tensor = [int(counts[part][held[part]].sum()) for part in slices([len(layer.tiles) for layer in layers])]
+    return [(positions[part], steps[part]) for part in slices(per_tensor)]
 
 
 def _select(
     group: Group,
     table: Table,
     layers: Sequence[Layer],
-    counts: Words,
+    counted: tuple[Words, npt.NDArray[np.bool_]],
     gaps: Words,
     out: tuple[npt.NDArray[np.int64], Bytes],
     threads: int,
 ) -> None:
-    """All tiles' positions and contexts; FormatError."""
+    """Positions and contexts of the tiles that are held; FormatError."""
+    counts, held = counted
     jobs = [(layer, tile) for layer in layers for tile in layer.tiles]
-    ends = np.cumsum(counts.sum(axis=1)).tolist()
+    mine = np.flatnonzero(held).tolist()
+    ends = np.cumsum(counts.sum(axis=1) * held).tolist()
     before = np.cumsum(counts, axis=0, dtype=np.uint64) - counts  # of each tile and class: changes in earlier tiles
     starts = np.concatenate(([0], np.cumsum(counts.sum(axis=0))[:-1])).astype(np.uint64)
     firsts, how = np.asarray(table.firsts, np.uint8), context_field(group.dtype)
 
     def run(part: slice) -> bool:
-        for k in range(part.start, part.stop):
+        for k in mine[part]:
             layer, tile = jobs[k]
             here = slice(ends[k - 1] if k else 0, ends[k])
             room = tuple(a[here] for a in out)
@@ -73,7 +85,7 @@ def _select(
                 return False
         return True
 
-    if not all(on_threads(run, shares((tile.elements for _, tile in jobs), threads), threads)):
+    if not all(on_threads(run, shares((jobs[k][1].elements for k in mine), threads), threads)):
         raise FormatError(f"{group.label} gaps", expected="positions within a tile", got="gaps that lead beyond it")
 
 

@@ -86,6 +86,8 @@ def _streams(
     sums, pairs = tally(contexts, found.gaps, sizes, firsts)
     splits = [_split_of(int(total), int(n)) for total, n in zip(sums, totals, strict=True)]
     gaps, planes = spread_gaps(contexts, found.gaps, firsts, splits, totals, sums)
+    if grid != (1, 1):  # classes made of those of positions: so ``count`` tells a reader of some tiles where steps are
+        pairs = _by_class(pairs, firsts)
     step_firsts = choose_classes(pairs, _STEP_CLASSES, _CLASS_BITS)
     held = np.bincount(class_table(step_firsts), pairs.sum(axis=1), len(step_firsts)).astype(int).tolist()
     step = spread(contexts, sizes, step_firsts, held)
@@ -179,6 +181,13 @@ def _sample(sources: Sequence[Source], every: int) -> Iterator[tuple[Bits, Bits]
                 new[positions[first:last] - begin] ^= old.dtype.type(1)
                 yield old, new
         at = (at - size) % every
+
+
+def _by_class(pairs: npt.NDArray[np.int64], firsts: Sequence[int]) -> npt.NDArray[np.int64]:
+    """The counts of each class's contexts as if all had its first."""
+    summed = np.zeros_like(pairs)
+    np.add.at(summed, np.asarray(firsts)[class_table(firsts)], pairs)
+    return summed
 
 
 def _split_of(total: int, count: int) -> int:

@@ -14,12 +14,12 @@ from delta_sync.container import read_container, write_container
 from delta_sync.context_codec import CONTEXT_CODEC, STREAMS, Layer
 from delta_sync.context_decode import decode_group, read_table
 from delta_sync.context_encode import Coded, Source, encode_group
-from delta_sync.context_model import tiles
+from delta_sync.context_model import Tile, tiles
 from delta_sync.delta import flat
 from delta_sync.delta_file import decode_delta, encode_delta
 from delta_sync.delta_header import DeltaHeader, Entry, TableGroup, from_metadata, to_metadata
 from delta_sync.dtypes import DType
-from delta_sync.errors import FormatError
+from delta_sync.errors import FormatError, MappingError
 from delta_sync.frames import compress
 from delta_sync.gap_codec import DEFAULT_CODEC
 from delta_sync.gaps import encode_gaps
@@ -29,7 +29,21 @@ from delta_sync.threads import thread_count
 
 _GROUP_ELEMENTS = 2**29  # elements at which a writer starts another group: bounds what is coded at once
 _NEAR = 1024  # bytes of difference from which the headers, which differ too, decide nothing
-Base = Callable[[str, DType, tuple[int, ...]], Bits]
+
+
+@dataclass(frozen=True)
+class PartOf:
+    """A tensor of which a reader holds a part: flat ``bits`` of the whole, arbitrary beyond; ``elements`` held.
+
+    ``holds`` says whether all of a tile is in the part.
+    """
+
+    bits: Bits
+    elements: int
+    holds: Callable[[Tile], bool]
+
+
+Base = Callable[[str, DType, tuple[int, ...]], Bits | PartOf]
 
 
 @dataclass(frozen=True)
@@ -121,7 +135,8 @@ def decode_against(
     """The header and ULP deltas of one object of any codec; FormatError, and nothing else, if the bytes are not one.
 
     ``base(name, dtype, shape)`` gives a tensor's bits at the object's base version: with other bits the result is wrong
-    (the digests tell) or refused. It is called only for context-coded objects, and its errors are passed on.
+    (the digests tell) or refused. It is called only for context-coded objects, and its errors are passed on. Where it
+    gives a part of a tensor, only changes in that are decoded; MappingError if the tiles do not make up the part.
     """
     metadata, streams = read_container(data, limits)
     header, table = from_metadata(metadata, limits)
@@ -144,8 +159,7 @@ def _decode_group(
     table = read_table(own, coded.label)
     layers = []
     for e in group.entries:
-        bits = flat(e.name, group.dtype, e.shape, base(e.name, group.dtype, e.shape))
-        layers.append(Layer(bits, tuple(tiles(e.shape, table.grid))))
+        layers.append(_layer(e, group.dtype, table.grid, base(e.name, group.dtype, e.shape)))
     for entry, (positions, steps) in zip(
         group.entries, decode_group(coded, table, layers, own, limits, thread_count()), strict=True
     ):
@@ -153,6 +167,22 @@ def _decode_group(
             order = np.argsort(positions, kind="stable")
             positions, steps = positions[order], steps[order]
         yield TensorDelta(entry.name, group.dtype, entry.shape, "ulp", positions, steps)
+
+
+def _layer(entry: Entry, dtype: DType, grid: tuple[int, int], base: Bits | PartOf) -> Layer:
+    cut = tuple(tiles(entry.shape, grid))
+    if not isinstance(base, PartOf):
+        return Layer(flat(entry.name, dtype, entry.shape, base), cut)
+    held = tuple(base.holds(tile) for tile in cut)
+    covered = sum(tile.elements for tile, flag in zip(cut, held, strict=True) if flag)
+    if covered != base.elements:
+        raise MappingError(
+            f"context-coded delta of {entry.name!r}",
+            expected=f"tiles that make up the {base.elements} elements on this rank",
+            got=f"{grid[0]} x {grid[1]} parts, of which those within cover {covered}",
+            remedy="publish with tiles set to the server's tensor-parallel size, or with codec='gap'",
+        )
+    return Layer(flat(entry.name, dtype, entry.shape, base.bits), cut, held)
 
 
 def _grouped(tensors: Sequence[_Tensor]) -> Iterator[list[_Tensor]]:
@@ -183,7 +213,8 @@ def _from_delta(delta: TensorDelta, base: Base, grid: tuple[int, int]) -> _Tenso
     check(delta)
     if delta.encoding != "ulp":
         raise FormatError(f"delta of {delta.name!r}", expected="ULP steps", got=delta.encoding)
-    old = flat(delta.name, delta.dtype, delta.shape, base(delta.name, delta.dtype, delta.shape))
+    bits = base(delta.name, delta.dtype, delta.shape)
+    old = flat(delta.name, delta.dtype, delta.shape, bits.bits if isinstance(bits, PartOf) else bits)
     source = Source(Layer(old, tuple(tiles(delta.shape, grid))), known=(delta.positions, delta.values))
     return _Tensor(delta.name, delta.dtype, delta.shape, source)
 

@@ -151,7 +151,8 @@ class Chain:
     def _encode(self, header: DeltaHeader, deltas: Sequence[TensorDelta]) -> tuple[bytes, str]:
         if self._config.codec != "context":
             return encode_delta(header, deltas), header.codec
-        coded, data = encode_deltas_against(header, deltas, self._snapshot.bits)
+        grid = (self._config.tiles, self._config.tiles)
+        coded, data = encode_deltas_against(header, deltas, self._snapshot.bits, grid)
         return data, coded.codec
 
     def prepare(self, changes: ChangeSet) -> Attempt:

@@ -17,6 +17,7 @@ from delta_sync import (
     DTYPES,
     DeltaHeader,
     FormatError,
+    MappingError,
     apply,
     context_encode,
     decode_delta,
@@ -24,7 +25,7 @@ from delta_sync import (
 )
 from delta_sync.container import read_container
 from delta_sync.context_codec import CONTEXT_CODEC, STREAMS
-from delta_sync.context_file import Change, decode_against, encode_against, encode_deltas_against
+from delta_sync.context_file import Change, PartOf, decode_against, encode_against, encode_deltas_against
 from delta_sync.context_model import choose_classes, tiles
 from delta_sync.context_table import Table
 from delta_sync.limits import DEFAULT_LIMITS
@@ -129,6 +130,43 @@ def test_threads_change_nothing(grid, monkeypatch):
     monkeypatch.setenv("DELTA_SYNC_THREADS", "0")
     with pytest.raises(FormatError, match="a number of threads from 1"):
         round_trip(changes, grid)
+
+
+class Matrix:
+    """Held as a rank of tensor parallelism holds a tensor of ``columns``: a run of rows, or of columns."""
+
+    def __init__(self, change, rows=slice(None), columns=slice(None)):
+        self.mask = np.zeros(change.shape, np.bool_)
+        self.mask[rows, columns] = True
+        bits = np.where(self.mask, change.old, np.random.default_rng(9).integers(0, 2**16, change.shape))
+        self.part = PartOf(bits.astype(np.uint16).reshape(-1), int(self.mask.sum()), self._holds)
+
+    def _holds(self, tile):
+        flat = self.mask.reshape(-1)
+        return all(flat[tile.start + r * tile.stride :][: tile.length].all() for r in range(tile.rows))
+
+
+@pytest.mark.parametrize(
+    "held", [{"rows": slice(0, 128)}, {"rows": slice(128, 256)}, {"columns": slice(350, 700)}, {"rows": slice(0, 0)}]
+)
+def test_a_part_decodes_from_its_own_bits_alone(held):
+    """Rows or columns of two ranks, with steps of all sizes; every other bit is noise to the reader."""
+    far = weights((256, 700), seed=2)
+    far.new.reshape(-1)[::977] ^= 0x3FFF  # large steps, of both signs
+    changes = [far, Change("other", far.dtype, (256, 700), weights((256, 700)).old, weights((256, 700)).new)]
+    _, data, deltas = encode_against(HEADER, changes, (2, 2))
+    parts = {c.name: Matrix(c, **held) for c in changes}
+    _, got = decode_against(data, lambda name, dtype, shape: parts[name].part)
+    for whole, mine in zip(deltas, got, strict=True):
+        inside = parts[whole.name].mask.reshape(-1)[whole.positions]
+        assert mine.positions.tolist() == whole.positions[inside].tolist()
+        assert mine.values.tolist() == whole.values[inside].tolist()
+
+
+def test_tiles_that_do_not_make_up_a_part_are_refused():
+    change = weights((256, 700))
+    with pytest.raises(MappingError, match=r"2 x 2 parts, of which those within cover 0.*tiles"):
+        decode_against(encode_against(HEADER, [change], (2, 2))[1], lambda *_: Matrix(change, slice(0, 100)).part)
 
 
 def test_more_classes_than_a_word_has_bits(monkeypatch):

@@ -25,6 +25,7 @@ MODELS = {
     "8B": (4096, 14336, 1024, 32, 128256),
 }
 DENSITIES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
+_LARGEST = 2**27  # elements of a tensor that is made at once
 TYPICAL = 6e-3  # of a step at lr 3e-6
 
 
@@ -53,13 +54,21 @@ def rounded(values: np.ndarray) -> np.ndarray:
 
 
 def model(name: str, density: float) -> Step:
-    """A model's tensors: one layer made, and named again for every layer, so that memory stays small."""
+    """A model's tensors: some layers made, and named again for the others, so that memory stays small.
+
+    As many are made as no coder can see past: more than a million changes lie between a layer and its double.
+    """
     hidden, inner, narrow, layers, words = MODELS[name]
     shapes = [(hidden, hidden), (narrow, hidden), (narrow, hidden), (hidden, hidden), *[(inner, hidden)] * 3]
-    layer = [pair(shape, density, seed) for seed, shape in enumerate(shapes)]
-    table = pair((words, hidden), density, len(shapes))
-    copies = [TracedChange(f"{k}.{c.name}", c.shape, c.old, c.new) for k in range(layers) for c in layer]
-    return [table, *copies]
+    size = sum(rows * columns for rows, columns in shapes)
+    made = min(layers, int(2**20 / (size * density)) + 1)
+    kinds = [[pair(shape, density, 100 * k + i) for i, shape in enumerate(shapes)] for k in range(made)]
+    parts = -(-words * hidden // _LARGEST)
+    table = pair((words // parts, hidden), density, -1 % 2**32)
+    step = [TracedChange(f"table.{k}", table.shape, table.old, table.new) for k in range(parts)]
+    return step + [
+        TracedChange(f"{k}.{i}", c.shape, c.old, c.new) for k in range(layers) for i, c in enumerate(kinds[k % made])
+    ]
 
 
 def figures(step: Step, repeats: int) -> dict[str, float]:

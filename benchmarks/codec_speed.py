@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from layouts import LAYOUTS, changed_elements
 from traces import load
 from whole_layouts import BF16, CONTEXT, WHOLE, GapValue16, Step, Way, cost, way_of, xet_bytes
 from wire_layouts import machine
@@ -19,6 +18,7 @@ from wire_layouts import machine
 from delta_sync.context_codec import context_field
 from delta_sync.context_file import decode_against
 from delta_sync.context_model import CONTEXTS, entropy_bits
+from delta_sync.peer_layouts import LAYOUTS, changed_elements
 
 RAW, XOR = "raw safetensors", "XOR of whole tensors, zstd-1"
 

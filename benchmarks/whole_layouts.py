@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import zstandard
-from layouts import Changed, Layout, changed_elements, gaps_of, positions_of
 from traces import TracedChange
 
 from delta_sync import DTYPES, DeltaHeader
 from delta_sync.context_file import Change, decode_against, encode_against
+from delta_sync.peer_layouts import Changed, Layout, changed_elements, gaps_of, positions_of
 
 BF16 = DTYPES["BF16"]
 Step = Sequence[TracedChange]

@@ -47,8 +47,8 @@ def decode_group(
     _check_frames(group, table, totals, streams, limits)
     gaps = _read_gaps(group, table, totals, streams, threads)
     held = np.array([flag for layer in layers for flag in layer.held or [True] * len(layer.tiles)], np.bool_)
-    ours = counts[held]
-    positions, contexts = (np.empty(int(ours.sum()), kind) for kind in (np.int64, np.uint8))
+    changes = int(counts[held].sum())
+    positions, contexts = np.empty(changes, np.int64), np.empty(changes, np.uint8)
     _select(group, table, layers, (counts, held), gaps, (positions, contexts), threads)
     if held.all():
         steps = _read_steps(group, table, contexts, streams, threads)

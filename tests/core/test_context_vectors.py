@@ -83,7 +83,6 @@ def test_the_speed_benchmark_compares_all_layouts_on_a_trace(tmp_path):
     assert sizes["TRL: int32 index + bf16"] == 6
     assert 4 <= sizes["TRL: u16 gap + bf16"] < 4.1
     assert sizes["raw safetensors"] == pytest.approx(200 / result["changed_percent"], rel=1e-3)
-    assert min(sizes, key=sizes.get) == "ours: context8-ulp8-zstd"
     assert result["entropy"]["given_old_exponent"] < result["entropy"]["uniform"]
     assert result["over_entropy"] >= 1
     save(tmp_path / "start.npz", cut(step, 8), made)

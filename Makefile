@@ -64,6 +64,7 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs $(or $(ARGS),build --strict --quiet)
 
 bench: setup
+	$(PY) benchmarks/codec_speed.py --xet --trace tests/traces/*policy*.npz
 	$(PY) benchmarks/wire_layouts.py $(ARGS)
 
 clean:

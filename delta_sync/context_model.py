@@ -7,6 +7,7 @@ elements share statistics; the writer chooses them and writes them down, so a re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -45,7 +46,7 @@ def field(dtype: DType) -> tuple[int, int]:
 def tiles(shape: Sequence[int], grid: tuple[int, int]) -> Iterator[Tile]:
     """The tiles of a tensor, row by row: ``grid`` is the number of parts along all axes but the last, and along it."""
     columns = shape[-1] if len(shape) > 1 else 1
-    rows = int(np.prod(shape[:-1], dtype=object)) if len(shape) > 1 else (shape[0] if shape else 1)
+    rows = math.prod(shape[:-1]) if len(shape) > 1 else math.prod(shape)
     if not rows * columns:
         return
     for top, bottom in _parts(rows, grid[0]):
@@ -68,19 +69,21 @@ def choose_classes(counts: Counts, most: int, class_bits: int) -> list[int]:
     Starts from one class a context and merges neighbours while that costs less than ``class_bits``, what a class
     takes on the wire, or while there are too many.
     """
-    firsts = np.flatnonzero(counts.any(axis=1))
-    rows = counts[firsts].astype(np.float64)
+    firsts = np.flatnonzero(counts.any(axis=1)).tolist()
+    rows = counts[firsts][:, counts.any(axis=0)].astype(np.float64)
+    alone, joint = _bits(rows), _bits(rows[:-1] + rows[1:])
     while len(rows) > 1:
-        merged = rows[:-1] + rows[1:]
-        alone = _bits(rows)
-        extra = _bits(merged) - alone[:-1] - alone[1:]
+        extra = joint - alone[:-1] - alone[1:]
         at = int(extra.argmin())
         if len(rows) <= most and extra[at] > class_bits:
             break
-        rows = np.delete(rows, at + 1, axis=0)
-        rows[at] = merged[at]
-        firsts = np.delete(firsts, at + 1)
-    return [0, *firsts[1:].tolist()]
+        rows[at] += rows[at + 1]
+        alone[at] = joint[at]
+        rows, alone, joint = (np.delete(a, k, axis=0) for a, k in ((rows, at + 1), (alone, at + 1), (joint, at)))
+        del firsts[at + 1]
+        for k in range(max(at - 1, 0), min(at + 1, len(joint))):  # the pairs that the merged class is now part of
+            joint[k] = _bits(rows[k : k + 1] + rows[k + 1 : k + 2])[0]
+    return [0, *firsts[1:]]
 
 
 def entropy_bits(counts: Counts) -> float:

@@ -1,7 +1,7 @@
-"""The two passes over a tensor's bits: finding what changed as gaps within a class, and finding it again.
+"""The passes over a tensor's bits: finding what changed as gaps within a class, and finding it again.
 
-Both count the elements of each class a block at a time, by loops of fixed length over bytes that compile to vector
-instructions, and look closer only at blocks in which something changed. Blocks are no part of the format.
+They look at a block of 64 elements at once, as words with a bit for each (lanes.py): which changed, and which have a
+context below a class's first. Counting a class's elements is then counting bits. Blocks are no part of the format.
 """
 
 from __future__ import annotations
@@ -9,225 +9,178 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from delta_sync.bitmap import Bits, masks, ordinal
-from delta_sync.context_model import Tile, class_table, field
-from delta_sync.delta import differs
-from delta_sync.dtypes import DType
-from delta_sync.jit import compiled
+from delta_sync.bitmap import ordinal
+from delta_sync.jit import compiled, inlined
+from delta_sync.lanes import LANES, below, first_ones, lowest, narrow, ones, place_of, unequal
 
 # Indices are unsigned: that spares the loops numba's handling of negative ones.
-_BLOCK, _PART = np.uint64(128), np.uint64(64)
 _0, _1 = np.uint64(0), np.uint64(1)
 _NEVER = np.uint64(2**62)
 
 
-@compiled
+@inlined
 def _contexts(bits: Any, at: Any, size: Any, shift: Any, mask: Any, out: Any) -> None:
     """Contexts of one block; those beyond ``size`` are the highest, so that only the last class holds them."""
-    if size == _BLOCK:
-        for i in range(_BLOCK):
-            out[i] = np.uint8((bits[at + i] >> shift) & mask)
+    if size == LANES:
+        narrow(bits, at, shift, mask, out)
     else:
         out[:] = 255
         for i in range(size):
             out[i] = np.uint8((bits[at + i] >> shift) & mask)
 
 
-@compiled
-def _below(contexts: Any, first: Any) -> Any:
-    total = np.uint8(0)
-    for i in range(_BLOCK):
-        total = np.uint8(total + np.uint8(contexts[i] < first))
-    return np.uint64(total)
+@inlined
+def _unequal(old: Any, new: Any, at: Any, size: Any) -> Any:
+    """The places in one block at which it changed."""
+    if size == LANES:
+        return unequal(old, new, at)
+    word = _0
+    for i in range(size):
+        word |= np.uint64(old[at + i] != new[at + i]) << i
+    return word
 
 
-@compiled
-def _changed_in(old: Any, new: Any, at: Any, size: Any, out: Any, found: Any) -> Any:
-    """Append to ``out[:found]`` the places in a block at which it differs; returns how many there are then."""
-    for part in range(_0, size, _PART):
-        end = min(part + _PART, size)
-        if end - part < _PART or differs(old[at + part : at + end], new[at + part : at + end]):
-            for i in range(part, end):
-                out[found] = i
-                found += np.uint64(old[at + i] != new[at + i])
-    return found
-
-
-@compiled
-def _before(contexts: Any, end: Any, first: Any, span: Any, ramp: Any) -> Any:
-    """How many of a block's first ``end`` contexts are in the class that has ``span`` + 1 contexts from ``first``.
-
-    ``ramp`` is a block of ones, then a block of zeros.
-    """
-    total = np.uint8(0)
-    for i in range(_BLOCK):
-        total = np.uint8(total + (np.uint8(np.uint8(contexts[i] - first) <= span) & ramp[_BLOCK - end + i]))
-    return np.uint64(total)
-
-
-@compiled
-def _scan(
-    old: Any, new: Any, start: Any, stride: Any, rows: Any, length: Any, firsts: Any, table: Any, how: Any
-) -> Any:
-    """Positions, gaps, contexts and steps of one tile's changes."""
-    shift, mask, sign, flip = how
+@inlined
+def _count(block: Any, size: Any, firsts: Any, under: Any, seen: Any) -> None:
+    """Of one block: ``under[c]`` are the places whose context is below class c; ``seen[c]`` counts them over all."""
     classes = np.uint64(firsts.size)
-    seen, free = (
-        np.zeros(classes, np.uint64),
-        np.zeros(classes, np.uint64),
-    )  # elements before, and after the last change
-    contexts, ramp = np.empty(_BLOCK, np.uint8), np.zeros(2 * _BLOCK, np.uint8)
-    ramp[:_BLOCK] = 1
-    capacity = rows * length // np.uint64(64) + _BLOCK
-    positions, gaps = np.empty(capacity, np.int64), np.empty(capacity, np.uint64)
-    where, steps = np.empty(capacity, np.uint8), np.empty(capacity, old.dtype)
-    found = _0
-    for row in range(rows):
+    for c in range(_1, classes):
+        word = below(block, firsts[c])
+        under[c] = word
+        seen[c] += ones(word)
+    under[classes] = first_ones(size)
+    seen[classes] += size
+
+
+@inlined
+def _gap(i: Any, c: Any, under: Any, seen: Any, free: Any, counts: Any) -> Any:
+    """The gap of the change at place ``i`` of a block, whose class is ``c``; counts it."""
+    rank = seen[c + _1] - seen[c] - ones((under[c + _1] ^ under[c]) >> i)
+    gap = rank - free[c]
+    free[c] = rank + _1
+    counts[c] += _1
+    return gap
+
+
+@compiled
+def scan(old: Any, new: Any, place: Any, how: Any, classes: Any, state: Any, out: Any) -> Any:
+    """Positions, ULP steps, gaps and contexts of a tile's changes, from ``out[used]`` on; True once all are there.
+
+    place: start, stride, rows, length. how: shift and mask of contexts, sign and flip of ordinals. classes: their first
+    contexts, and the class of each context. state: row, element and used entries to begin with, moved on; and of each
+    class elements seen ``[+ 1]``, elements up to the last change, changes. False: no room for a block's worst case.
+    """
+    start, stride, rows, length = place
+    shift, mask, sign, flip = how
+    firsts, table = classes
+    at_end, seen, free, counts = state
+    positions, steps, gaps, contexts = out
+    block, under = np.empty(LANES, np.uint8), np.zeros(seen.size, np.uint64)
+    first, k, room = at_end[1], at_end[2], np.uint64(positions.size)
+    for row in range(at_end[0], rows):
         begin = start + row * stride
-        for at in range(begin, begin + length, _BLOCK):
-            size = min(_BLOCK, begin + length - at)
-            _contexts(old, at, size, shift, mask, contexts)
-            if found + _BLOCK > capacity:
-                positions, gaps = _grown(positions, found), _grown(gaps, found)
-                where, steps = _grown(where, found), _grown(steps, found)
-                capacity = np.uint64(positions.size)
-            first, found = found, _changed_in(old, new, at, size, positions, found)
-            for k in range(first, found):
-                i: Any = np.uint64(positions[k])
-                c = np.uint64(table[contexts[i]])
-                end = np.uint8(255) if c + _1 == classes else np.uint8(firsts[c + _1] - 1)
-                rank = seen[c] + _before(contexts, i, firsts[c], np.uint8(end - firsts[c]), ramp)
-                gaps[k], free[c] = rank - free[c], rank + _1
-                positions[k], where[k] = at + i, contexts[i]
+        for at in range(begin + first, begin + length, LANES):
+            if k + LANES > room:
+                at_end[0], at_end[1], at_end[2] = row, at - begin, k
+                return False
+            size = min(LANES, begin + length - at)
+            _contexts(old, at, size, shift, mask, block)
+            _count(block, size, firsts, under, seen)
+            changed = _unequal(old, new, at, size)
+            while changed:
+                i = lowest(changed)
+                changed &= changed - _1
+                contexts[k] = block[i]
+                gaps[k] = _gap(i, np.uint64(table[block[i]]), under, seen, free, counts)
+                positions[k] = at + i
                 one, other = np.uint64(new[at + i]), np.uint64(old[at + i])
                 steps[k] = ordinal(one, sign, flip) - ordinal(other, sign, flip)
-            below = _0
-            for later in range(_1, classes):
-                upto = _below(contexts, firsts[later])
-                seen[later - _1] += upto - below
-                below = upto
-            seen[classes - _1] += size - below
-    return positions[:found].copy(), gaps[:found].copy(), where[:found].copy(), steps[:found].copy()
+                k += _1
+        first = _0
+    at_end[2] = k
+    return True
 
 
 @compiled
-def _grown(values: Any, used: Any) -> Any:
-    out = np.empty(2 * values.size, values.dtype)
-    out[:used] = values[:used]
-    return out
-
-
-@compiled
-def _members(contexts: Any, first: Any, span: Any, out: Any) -> None:
-    """Where a block's elements of one class are."""
-    found = _0
-    for i in range(_BLOCK):
-        out[found] = i
-        found += np.uint64(np.uint8(contexts[i] - first) <= span)
-
-
-@compiled
-def _select(
-    bits: Any, start: Any, stride: Any, rows: Any, length: Any, firsts: Any, how: Any, left: Any, gaps: Any,
-    at_gap: Any, positions: Any,
-) -> Any:  # fmt: skip
-    """Positions of one tile's changes, from each class's gaps at ``at_gap``; False if they lead beyond the tile."""
+def rank(old: Any, positions: Any, place: Any, how: Any, classes: Any, state: Any, gaps: Any, contexts: Any) -> None:
+    """Gaps and contexts, ``[n]``, of a tile's changes at ``positions``; the rest is as in ``scan``."""
+    start, stride, rows, length = place
     shift, mask = how
-    classes = np.uint64(firsts.size)
-    contexts, members = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK + _1, np.uint8)
-    ahead = np.full(classes, _NEVER)  # elements of a class before its next change
-    for c in range(classes):
-        if left[c]:
-            ahead[c] = gaps[at_gap[c]]
-    found = _0
+    firsts, table = classes
+    seen, free, counts = state
+    block, under = np.empty(LANES, np.uint8), np.zeros(seen.size, np.uint64)
+    k, n = _0, np.uint64(positions.size)
     for row in range(rows):
         begin = start + row * stride
-        for at in range(begin, begin + length, _BLOCK):
-            size = min(_BLOCK, begin + length - at)
-            _contexts(bits, at, size, shift, mask, contexts)
-            first, kinds, below = found, _0, _0
-            for c in range(classes):
-                upto = size if c + _1 == classes else _below(contexts, firsts[c + _1])
-                here = upto - below
-                below = upto
-                to = ahead[c]
-                if to >= here:
-                    ahead[c] = to - here
-                    continue
-                end = np.uint8(255) if c + _1 == classes else np.uint8(firsts[c + _1] - 1)
-                _members(contexts, firsts[c], np.uint8(end - firsts[c]), members)
-                next_gap = at_gap[c]
-                while to < here:
-                    positions[found] = at + np.uint64(members[to])
-                    found += _1
-                    next_gap += _1
-                    left[c] -= _1
-                    to = to + _1 + gaps[next_gap] if left[c] else _NEVER
-                at_gap[c] = next_gap
-                ahead[c] = to - here
-                kinds += _1
-            if kinds > _1:
-                _sort(positions, first, found)
-    missing = _0
-    for c in range(classes):
-        missing += left[c]
-    return missing == _0
+        for at in range(begin, begin + length, LANES):
+            if k == n:
+                return
+            size = min(LANES, begin + length - at)
+            _contexts(old, at, size, shift, mask, block)
+            _count(block, size, firsts, under, seen)
+            while k < n and np.uint64(positions[k]) < at + size:
+                i = np.uint64(positions[k]) - at
+                contexts[k] = block[i]
+                gaps[k] = _gap(i, np.uint64(table[block[i]]), under, seen, free, counts)
+                k += _1
 
 
 @compiled
-def _sort(positions: Any, first: Any, end: Any) -> None:
-    """Sort a few positions of one block."""
-    for i in range(first + _1, end):
-        value = positions[i]
-        k: Any = i
-        while k > first and positions[k - _1] > value:
-            positions[k] = positions[k - _1]
-            k -= _1
-        positions[k] = value
+def select(bits: Any, place: Any, how: Any, firsts: Any, left: Any, gaps: Any, next_gaps: Any, out: Any) -> Any:
+    """Positions and contexts, ``out``, of a tile's changes: ``left[c]`` of class c, by ``gaps[next_gaps[c]]`` and on.
 
-
-Found = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64], npt.NDArray[np.uint8], Bits]
-
-
-def scan(old: Bits, new: Bits, dtype: DType, tile: Tile, firsts: list[int]) -> Found:
-    """What changed in one tile of flat bits: positions, gaps within the classes, contexts, ULP steps; all ``[n]``."""
-    how = (*_how(dtype), *masks(dtype))
-    found: Found = _scan(old, new, *_place(tile), np.asarray(firsts, np.uint8), class_table(firsts), how)
-    return found
-
-
-def select(
-    bits: Bits,
-    dtype: DType,
-    tile: Tile,
-    firsts: list[int],
-    counts: npt.NDArray[np.uint64],
-    gaps: npt.NDArray[np.uint64],
-    at_gap: npt.NDArray[np.uint64],
-    out: npt.NDArray[np.int64],
-) -> bool:
-    """Write the positions of one tile's changes, ``counts[c]`` of class c with gaps from ``gaps[at_gap[c]]`` on.
-
-    ``out`` has room for just these; ``at_gap`` is moved on. No gap exceeds the tensors. False if they lead beyond.
+    Both are moved on. False if the gaps, none of which exceeds the tensors, lead beyond the tile.
     """
-    return bool(
-        _select(bits, *_place(tile), np.asarray(firsts, np.uint8), _how(dtype), counts.copy(), gaps, at_gap, out)
-    )
+    start, stride, rows, length = place
+    shift, mask = how
+    positions, contexts = out
+    classes = np.uint64(firsts.size)
+    block, under = np.empty(LANES, np.uint8), np.zeros(classes + _1, np.uint64)
+    seen, due = np.zeros(classes + _1, np.uint64), np.full(classes, _NEVER)  # due: rank of the next change in its class
+    for c in range(classes):
+        if left[c]:
+            due[c] = gaps[next_gaps[c]]
+    k = _0
+    for row in range(rows):
+        begin = start + row * stride
+        for at in range(begin, begin + length, LANES):
+            size = min(LANES, begin + length - at)
+            _contexts(bits, at, size, shift, mask, block)
+            changed, reached, before = _0, _0, _0
+            for c in range(
+                _1, classes
+            ):  # as _count does; bit c % 64 of ``reached`` is set if a change of class c is due
+                word = below(block, firsts[c])
+                upto = seen[c] + ones(word)
+                under[c], seen[c] = word, upto
+                reached |= np.uint64(due[c - _1] < upto - before) << (c - _1) % LANES
+                before = upto
+            under[classes] = first_ones(size)
+            seen[classes] += size
+            reached |= np.uint64(due[classes - _1] < seen[classes] - before) << (classes - _1) % LANES
+            while reached:
+                some = lowest(reached)
+                reached &= reached - _1
+                for c in range(some, classes, LANES):
+                    here, upto = under[c + _1] ^ under[c], seen[c + _1] - seen[c]
+                    before, to, at_gap = upto - ones(here), due[c], next_gaps[c]
+                    while to < upto:
+                        changed |= _1 << place_of(here, to - before)
+                        at_gap += _1
+                        left[c] -= _1
+                        to = to + _1 + gaps[at_gap] if left[c] else _NEVER
+                    due[c], next_gaps[c] = to, at_gap
+            while changed:
+                i = lowest(changed)
+                changed &= changed - _1
+                positions[k], contexts[k] = at + i, block[i]
+                k += _1
+    return left.sum() == _0
 
 
-def contexts_of(bits: Bits, dtype: DType) -> npt.NDArray[np.uint8]:
-    """The context of each element, uint8."""
-    shift, mask = _how(dtype)
-    contexts: npt.NDArray[np.uint8] = ((bits >> shift) & mask).astype(np.uint8)
-    return contexts
-
-
-def _how(dtype: DType) -> tuple[np.unsignedinteger, np.unsignedinteger]:
-    shift, mask = field(dtype)
-    return dtype.carrier.type(shift), dtype.carrier.type(mask)
-
-
-def _place(tile: Tile) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:
-    return np.uint64(tile.start), np.uint64(tile.stride), np.uint64(tile.rows), np.uint64(tile.length)
+@compiled
+def tell(old: Any, new: Any, shift: Any, mask: Any, counts: Any) -> None:
+    """Add to ``counts[context, changed]`` what became of each element."""
+    for i in range(old.size):
+        counts[(old[i] >> shift) & mask, np.uint64(old[i] != new[i])] += 1

@@ -15,53 +15,41 @@ from delta_sync.dtypes import DType
 from delta_sync.errors import FormatError
 from delta_sync.folding import fold
 from delta_sync.jit import compiled
+from delta_sync.lanes import LANES, lowest, unequal
 from delta_sync.tensor_delta import TensorDelta
 
 __all__ = ["apply", "check", "diff", "fold", "new_bits", "raw"]
 
-_BLOCK = 64
+_0, _1 = np.uint64(0), np.uint64(1)
 
 
 @compiled
-def _diff(old: Any, new: Any, sign: Any, flip: Any) -> Any:
-    """One pass: whole blocks are compared by vector instructions, those that differ searched without branches."""
-    size = old.size
-    whole = size - size % _BLOCK
-    capacity = size // 64 + _BLOCK
-    positions = np.empty(capacity, np.int64)
-    steps = np.empty(capacity, old.dtype)
-    found = np.uint64(0)  # unsigned indices spare the loop numba's handling of negative ones
-    for start in range(0, size, _BLOCK):
-        stop = min(start + _BLOCK, size)
-        if start < whole and not differs(old[start:stop], new[start:stop]):
-            continue
-        if found + np.uint64(_BLOCK) > np.uint64(capacity):
-            capacity *= 2
-            positions, steps = _grown(positions, found, capacity), _grown(steps, found, capacity)
-        first = found
-        for i in range(np.uint64(start), np.uint64(stop)):
-            positions[found] = i
-            found += np.uint64(old[i] != new[i])
-        for k in range(first, found):
-            at = np.uint64(positions[k])
-            steps[k] = ordinal(np.uint64(new[at]), sign, flip) - ordinal(np.uint64(old[at]), sign, flip)
-    return positions[:found].copy(), steps[:found].copy()
+def _diff(old: Any, new: Any, sign: Any, flip: Any, state: Any, positions: Any, steps: Any) -> Any:
+    """One pass, a block of 64 elements at once; ``state``: where to begin and how many are found, moved on.
 
-
-@compiled
-def differs(old: Any, new: Any) -> Any:
-    """Whether one whole block differs: a fixed length and an accumulator of the element's width vectorize."""
-    any_bit = old.dtype.type(0)
-    for i in range(_BLOCK):
-        any_bit = old.dtype.type(any_bit | (old[i] ^ new[i]))
-    return any_bit != 0
-
-
-@compiled
-def _grown(values: Any, used: Any, capacity: Any) -> Any:
-    out = np.empty(capacity, values.dtype)
-    out[:used] = values[:used]
-    return out
+    False: no room for all that a block may hold.
+    """
+    at, k, size, room = state[0], state[1], np.uint64(old.size), np.uint64(positions.size)
+    whole = size - size % LANES
+    while at < size:
+        if k + LANES > room:
+            state[0], state[1] = at, k
+            return False
+        changed = _0
+        if at < whole:
+            changed = unequal(old, new, at)
+        else:
+            for i in range(size - at):
+                changed |= np.uint64(old[at + i] != new[at + i]) << i
+        while changed:
+            place = at + lowest(changed)
+            changed &= changed - _1
+            positions[k] = place
+            steps[k] = ordinal(np.uint64(new[place]), sign, flip) - ordinal(np.uint64(old[place]), sign, flip)
+            k += _1
+        at += LANES
+    state[1] = k
+    return True
 
 
 @compiled
@@ -89,8 +77,12 @@ def diff(name: str, dtype: DType, shape: Sequence[int], old_bits: Bits, new_bits
     FormatError if either has another element type or size.
     """
     old, new = flat(name, dtype, shape, old_bits), flat(name, dtype, shape, new_bits)
-    positions, steps = _diff(old, new, *masks(dtype))
-    return TensorDelta(name, dtype, tuple(shape), "ulp", positions, steps)
+    positions, steps = (np.empty(old.size // 64 + 64, kind) for kind in (np.int64, dtype.carrier))
+    state = np.zeros(2, np.uint64)
+    while not _diff(old, new, *masks(dtype), state, positions, steps):
+        positions, steps = (np.concatenate([a, np.empty_like(a)]) for a in (positions, steps))
+    found = int(state[1])
+    return TensorDelta(name, dtype, tuple(shape), "ulp", positions[:found].copy(), steps[:found].copy())
 
 
 def raw(name: str, dtype: DType, shape: Sequence[int], positions: npt.NDArray[np.int64], bits: Bits) -> TensorDelta:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+
+import numpy as np
+import numpy.typing as npt
 import zstandard
 
 from delta_sync.errors import FormatError
@@ -11,6 +15,9 @@ LEVEL = 1
 _MAX_EXPANSION = 2**15
 
 
+_kept = threading.local()  # one compressor of each kind a thread: making one takes longer than a small frame
+
+
 def compress(data: bytes, level: int = LEVEL) -> bytes:
     """One zstd frame that declares its content size; nothing at all for no content."""
     if not data:
@@ -18,17 +25,20 @@ def compress(data: bytes, level: int = LEVEL) -> bytes:
     return zstandard.ZstdCompressor(level=level, write_content_size=True).compress(data)
 
 
-def compress_symbols(data: bytes) -> bytes:
+def compress_symbols(data: bytes | npt.NDArray[np.uint8]) -> bytes:
     """Like ``compress``, for bytes that are independent of each other: looks for (almost) no repetitions in them.
 
     Short chance repetitions, which any level would take, cost more than the entropy coder needs (measured: 5 %).
     """
-    if not data:
+    if not len(data):
         return b""
-    how = zstandard.ZstdCompressionParameters(
-        strategy=zstandard.STRATEGY_FAST, window_log=17, hash_log=6, min_match=7, write_content_size=True
-    )
-    return zstandard.ZstdCompressor(compression_params=how).compress(data)
+    if not hasattr(_kept, "symbols"):
+        how = zstandard.ZstdCompressionParameters(
+            strategy=zstandard.STRATEGY_FAST, window_log=17, hash_log=6, min_match=7, write_content_size=True
+        )
+        _kept.symbols = zstandard.ZstdCompressor(compression_params=how)
+    frame: bytes = _kept.symbols.compress(data)
+    return frame
 
 
 def content_size(frame: memoryview, what: str) -> int:

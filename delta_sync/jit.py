@@ -20,3 +20,8 @@ def compiled(function: Function) -> Function:
         return cast(Function, numba.njit(function, cache=True, nogil=True))
     except RuntimeError:
         return cast(Function, numba.njit(function, nogil=True))
+
+
+def inlined(function: Function) -> Function:
+    """Compile a part of such loops into each loop that calls it: for what is called at each element or block."""
+    return cast(Function, numba.njit(function, nogil=True, forceinline=True))

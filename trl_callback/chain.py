@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from delta_sync import tracing
 from delta_sync.context_codec import CONTEXT_CODEC
-from delta_sync.context_file import encode_against
+from delta_sync.context_file import encode_deltas_against
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, encode_delta
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Kind, Manifest, ObjectRef, TensorState
@@ -151,7 +151,8 @@ class Chain:
     def _encode(self, header: DeltaHeader, deltas: Sequence[TensorDelta]) -> tuple[bytes, str]:
         if self._config.codec != "context":
             return encode_delta(header, deltas), header.codec
-        coded, data, _ = encode_against(header, list(self._snapshot.changes({d.name: d for d in deltas})))
+        grid = (self._config.tiles, self._config.tiles)
+        coded, data = encode_deltas_against(header, deltas, self._snapshot.bits, grid)
         return data, coded.codec
 
     def prepare(self, changes: ChangeSet) -> Attempt:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from delta_sync.context_codec import CONTEXT_CODEC
+from delta_sync.context_table import MOST_PARTS
 from delta_sync.delta_file import DEFAULT_CODEC
 from delta_sync.dtypes import DTYPES
 from delta_sync.errors import DeltaSyncError
@@ -43,7 +44,8 @@ class DeltaSyncConfig:
     ack_uri: str | None = field(default=None, repr=False)  # where replicas acknowledge; None: in ``uri``
     run: str | None = None
     writer: str | None = None
-    codec: Literal["gap", "context"] = "gap"  # context: fewer bytes, for servers whose one rank holds whole tensors
+    codec: Literal["gap", "context"] = "gap"  # context: fewer bytes, decoded against the bits they change
+    tiles: int = 1  # of context-coded tensors along rows and columns: a multiple of the server's ranks
     snapshot_device: Literal["cpu", "cuda"] = "cpu"  # cuda: a copy of it on the model's GPU, for faster captures
     bucket_bytes: int = 512 * 1024**2  # of weights whose changes are one object; a capture's memory on the GPU
     prompt_cache: Literal["all", "new_session", "none"] = "none"
@@ -67,6 +69,8 @@ class DeltaSyncConfig:
         for name in ("max_staleness", "anchor_every", "parity_every"):
             _require_integer(name, getattr(self, name), least=0)
         _require_integer("publish_every", self.publish_every, least=1)
+        _require_integer("tiles", self.tiles, least=1)
+        _require("tiles", self.tiles <= MOST_PARTS, f"at most {MOST_PARTS}", self.tiles)
         if self.keep_anchors is not None:
             _require_integer("keep_anchors", self.keep_anchors, least=1)
         ratio = self.anchor_chain_ratio

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from delta_sync.context_file import encode_against
+from delta_sync.context_file import encode_deltas_against
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, encode_delta
 from delta_sync.errors import SyncTimeoutError
 from delta_sync.manifest import ObjectRef
@@ -62,6 +62,7 @@ class RankPart:
     def __init__(self, image: ShardImage, config: DeltaSyncConfig, open_store: Callable[[], Store]) -> None:
         self.image, self.snapshot = image, ShardSnapshot(image)
         self._codec, self._open_store = CODECS[config.codec], open_store
+        self._grid = (config.tiles, config.tiles)
         self._store: Store | None = None
         self._captured: dict[int, Mapping[Key, TensorDelta]] = {}
         self._changed = threading.Condition()
@@ -112,7 +113,7 @@ class RankPart:
         if self._codec == DEFAULT_CODEC:
             data = encode_delta(header, published)
         else:
-            header, data, _ = encode_against(header, list(self.snapshot.changes(deltas)))
+            header, data = encode_deltas_against(header, published, self.snapshot.bits, self._grid)
         return _Coded(order, deltas, object_ref(order.version, order.epoch, data), data, header.codec, sums)
 
     def _take(self, step: int) -> Mapping[Key, TensorDelta]:

@@ -67,7 +67,7 @@ class Session:
         if status is not None:
             check_same_tensors(snapshot.states, server.tensors, status.url)
             check_trusted(self._key, live.pinned_keys if live else (), status.url)
-            check_codec(CODECS[config.codec], live, status.url)
+            check_codec(CODECS[config.codec], config.tiles, live, status.url)
             warn_about_uri(config.shown_uri, live, status.url)
         warn_about_precision(subject.compute_dtype, snapshot.main_dtype)
 
@@ -215,11 +215,16 @@ def _layout(state: TensorState | None) -> str:
     return "no such tensor" if state is None else f"{state.dtype} {list(state.shape)}"
 
 
-def check_codec(codec: str, live: ServerStatus | None, url: str) -> None:
-    """MappingError where the server does not say that it can decode what the setting asks for."""
-    if codec != DEFAULT_CODEC and live is not None and codec not in live.codecs:
+def check_codec(codec: str, tiles: int, live: ServerStatus | None, url: str) -> None:
+    """MappingError where the server does not say that it can decode what the settings ask for."""
+    if codec == DEFAULT_CODEC or live is None:
+        return
+    if codec not in live.codecs:
         raise MappingError(f"codec {codec}", expected="a server that decodes it", got=f"{list(live.codecs)} at {url}",
-                           remedy="set codec='gap', or serve with one rank, without tensor parallelism")  # fmt: skip
+                           remedy="set codec='gap'")  # fmt: skip
+    if tiles % (live.ranks or 1):
+        raise MappingError(f"tiles {tiles}", expected=f"a multiple of the {live.ranks} ranks at {url}", got=str(tiles),
+                           remedy=f"set tiles={live.ranks}, or codec='gap'")  # fmt: skip
 
 
 def warn_about_uri(ours: str, live: ServerStatus | None, url: str) -> None:

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from delta_sync.context_file import Change
 from delta_sync.delta import apply, diff, new_bits
 from delta_sync.digest import digest_change, digest_region, tensor_key
 from delta_sync.dtypes import DType
 from delta_sync.errors import MappingError
 from delta_sync.tensor_delta import TensorDelta
-from trl_callback.layout import Region, Shape, row_major
+from trl_callback.layout import Region, Shape, row_major, whole
 from trl_callback.shard_image import Piece, ShardImage
 
 Bits = npt.NDArray[np.unsignedinteger]
@@ -103,13 +102,12 @@ class ShardSnapshot:
         kinds = {name: self._held[name, region] for name, region in deltas}
         return [_merged(kinds[name], pieces) for name, pieces in parts.items()], sums
 
-    def changes(self, deltas: Mapping[Key, TensorDelta]) -> Iterator[Change]:
-        """The tensors that ``deltas`` touch before and after them, where this rank holds whole ones."""
-        for key, delta in deltas.items():
-            held = self._held[key]
-            new = held.bits.copy()
-            apply(delta, new)
-            yield Change(held.name, held.dtype, held.shape, held.bits, new)
+    def bits(self, name: str, dtype: DType, shape: tuple[int, ...]) -> Bits:
+        """A whole tensor's flat bits, no copy; MappingError where this rank holds a part of it."""
+        piece = self._held.get((name, whole(shape)))
+        if piece is None:
+            raise MappingError(f"tensor {name!r}", expected=f"whole on this rank, {list(shape)}", got="a part of it")
+        return piece.bits
 
 
 def _merged(kind: HeldPiece, pieces: list[tuple[npt.NDArray[np.int64], Bits]]) -> TensorDelta:

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from delta_sync.anchor_files import Head, Tensor
-from delta_sync.context_file import Change
 from delta_sync.delta import apply, diff, new_bits
 from delta_sync.digest import digest, digest_change, model_fingerprint, state_digest, tensor_key
 from delta_sync.dtypes import DType
@@ -116,13 +115,9 @@ class Snapshot:
         self._past = Past({name: held.bits for name, held in self._held.items()}, self.states)
         return self._past
 
-    def changes(self, deltas: Mapping[str, TensorDelta]) -> Iterator[Change]:
-        """The tensors that ``deltas`` touch before and after them; the new bits are copies, 2 bytes a BF16 element."""
-        for name, delta in deltas.items():
-            held = self._held[name]
-            new = held.bits.copy()
-            apply(delta, new)
-            yield Change(name, held.dtype, held.shape, held.bits, new)
+    def bits(self, name: str, dtype: DType, shape: tuple[int, ...]) -> npt.NDArray[np.unsignedinteger]:
+        """A tensor's flat bits, those held and no copy: what a context-coded delta is coded against."""
+        return self._held[name].bits
 
     def digest_with(self, states: Mapping[str, TensorState]) -> str:
         """state_digest over all tensors, with ``states`` in place of what they replace."""

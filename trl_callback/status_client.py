@@ -33,6 +33,7 @@ class ServerStatus:
     newest_version: int | None
     uri: str | None = None
     codecs: tuple[str, ...] = ()
+    ranks: int | None = None
     pinned_keys: tuple[str, ...] = ()  # ids of the public keys of which one must have signed what it takes
     pinned: int | None = None  # the version its operator holds it at
 
@@ -89,6 +90,7 @@ def parse_status(body: object) -> ServerStatus:
         newest_version=_field(fields, "newest_version", int),
         uri=_field(fields, "uri", str),
         codecs=_texts(fields, "codecs"),
+        ranks=_field(fields, "ranks", int),
         pinned_keys=_texts(fields, "pinned_keys"),
         pinned=_field(fields, "pinned", int),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,59 +10,58 @@ import numpy as np
 import numpy.typing as npt
 
 from delta_sync.anchor_files import iter_anchor_tensors
+from delta_sync.context_file import PartOf
 from delta_sync.delta import apply
 from delta_sync.dtypes import DType
-from delta_sync.errors import IntegrityError, MappingError
+from delta_sync.errors import IntegrityError
 from delta_sync.tensor_delta import TensorDelta
 from vllm_delta_plugin.coverage import WeightMap
-from vllm_delta_plugin.regions import scatter_source
+from vllm_delta_plugin.regions import holds, scatter_source
 
 if TYPE_CHECKING:
     from delta_sync.ledger import Ledger
     from delta_sync.manifest import AnchorRecord
 
 Array = npt.NDArray[Any]
+Start = Callable[[str, DType, tuple[int, ...]], Array | PartOf]
 
 
 class BaseBits:
-    """Called with a tensor's name, dtype and shape: its flat carrier bits after ``folded``, a copy.
+    """Called with a tensor's name, dtype and shape: its flat carrier bits after ``folded``, a copy, or a part of them.
 
     ``check`` judges the tensor first. ``start`` gives the bits that the chain starts from, a fresh copy.
     """
 
     def __init__(
         self,
-        start: Callable[[str], Array],
+        start: Start,
         folded: Mapping[str, Sequence[TensorDelta]],
         check: Callable[[TensorDelta], None],
     ) -> None:
         self._start, self._folded, self._check = start, folded, check
 
-    def __call__(self, name: str, dtype: DType, shape: tuple[int, ...]) -> Array:
+    def __call__(self, name: str, dtype: DType, shape: tuple[int, ...]) -> Array | PartOf:
         """See the class; raises what ``check`` and ``start`` raise."""
         self._check(TensorDelta(name, dtype, shape, "ulp", np.empty(0, np.int64), np.empty(0, dtype.carrier)))
-        bits = self._start(name)
+        base = self._start(name, dtype, shape)
         for delta in self._folded.get(name, ()):
-            apply(delta, bits)
-        return bits
+            apply(delta, base.bits if isinstance(base, PartOf) else base)
+        return base
 
 
-def live_bits(weights: WeightMap, name: str) -> Array:
-    """A whole tensor's live bits, flat; MappingError where this rank holds only a part of it."""
+def live_bits(weights: WeightMap, name: str, dtype: DType, shape: tuple[int, ...]) -> Array | PartOf:
+    """A tensor's live bits, flat: all of them, or the part that this rank holds, be it none."""
     owner = weights.aliases.get(name, name)
-    info, regions = weights.tensors.get(owner), {region.key: region for region in weights.regions.get(owner, ())}
-    size = int(np.prod(info.shape, dtype=np.int64)) if info else -1
-    held = sum(region.numel for region in regions.values())
-    if info is None or held != size:
-        raise MappingError(
-            f"context-coded delta of {name!r}", expected="all its elements on this rank", got=f"{held} of them",
-            remedy="publish with codec='gap', or serve with one rank, without tensor parallelism",
-        )  # fmt: skip
-    flat = np.empty(size, info.dtype.carrier)
+    regions = {region.key: region for region in weights.regions.get(owner, ())}
+    bits = np.empty(math.prod(shape), dtype.carrier)  # what is never written takes no memory
     for region in regions.values():
         live = weights.storages[region.storage]
-        scatter_source(flat, region, live.read_box(region.shape, region.dst_offset, region.dst_strides))
-    return flat
+        scatter_source(bits, region, live.read_box(region.shape, region.dst_offset, region.dst_strides))
+    held = sum(region.numel for region in regions.values())
+    if held == bits.size:
+        return bits
+    columns = shape[-1] if len(shape) > 1 else 1
+    return PartOf(bits, held, lambda tile: any(holds(region, columns, tile) for region in regions.values()))
 
 
 class AnchorBits:
@@ -71,7 +71,7 @@ class AnchorBits:
         self._ledger, self._anchor, self._aliases = ledger, anchor, aliases
         self._bits: dict[str, Array] | None = None
 
-    def __call__(self, name: str) -> Array:
+    def __call__(self, name: str, dtype: DType, shape: tuple[int, ...]) -> Array:
         """A tensor's flat bits, a copy; IntegrityError if the anchor lacks it."""
         if self._bits is None:
             tensors = iter_anchor_tensors(self._ledger, self._anchor)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from delta_sync.context_file import decode_against, decode_if_alone
 from delta_sync.delta import fold
 from delta_sync.errors import ChainError, FormatError, MappingError
 from delta_sync.fetch import fetch
 from delta_sync.tensor_delta import TensorDelta
-from vllm_delta_plugin.base_bits import BaseBits
+from vllm_delta_plugin.base_bits import BaseBits, Start
 from vllm_delta_plugin.staged import StageTooLargeError
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ def fold_chain(
     check: Callable[[TensorDelta], None],
     limit: int,
     reading: Callable[[str | None], None],
-    start: Callable[[str], npt.NDArray[Any]],
+    start: Start,
     decoded: Callable[[Folded, Folded], None] = lambda part, before: None,
 ) -> Folded:
     """Read, verify, decode and fold every object of ``steps`` in order, fetching and decoding ahead.

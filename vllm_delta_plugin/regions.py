@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from delta_sync.context_model import Tile
 from delta_sync.errors import MappingError
 from delta_sync.jit import compiled
 
@@ -226,6 +227,20 @@ def locate(region: Region, elements: npt.NDArray[np.int64]) -> tuple[npt.NDArray
             positions += index * src_stride
             dst += index * dst_stride
     return positions, dst
+
+
+def holds(region: Region, columns: int, tile: Tile) -> bool:
+    """Whether a region has all of a tile of a tensor seen as a matrix of ``columns``."""
+    if region.src_last - region.src_offset == region.numel - 1:  # a run, as of whole rows
+        last = tile.start + (tile.rows - 1) * tile.stride + tile.length
+        return region.src_offset <= tile.start and last <= region.src_last + 1
+    if len(region.shape) != 2 or region.src_strides != (columns, 1):
+        return False
+    top, left = divmod(region.src_offset, columns)
+    row, column = divmod(tile.start, columns)
+    rows, width = (tile.length // columns, columns) if tile.rows == 1 and not tile.stride else (tile.rows, tile.length)
+    inside = top <= row and row + rows <= top + region.shape[0]
+    return inside and left <= column and column + width <= left + region.shape[1]
 
 
 def scatter_source(flat: npt.NDArray[Any], region: Region, values: npt.NDArray[Any]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from delta_sync.tensor_delta import TensorDelta
 from vllm_delta_plugin.anchor_diff import stage_anchor
 from vllm_delta_plugin.background import Job
-from vllm_delta_plugin.base_bits import AnchorBits, live_bits
+from vllm_delta_plugin.base_bits import AnchorBits, Start, live_bits
 from vllm_delta_plugin.chain import Folded, drop_aliases, fold_chain, undone
 from vllm_delta_plugin.commit import Device, Swap
 from vllm_delta_plugin.coverage import WeightMap
@@ -96,7 +96,7 @@ def fold_plan(
         check_delta(rank.weights, delta, only_rank=rank.only_rank)
 
     weights = rank.weights
-    start: Callable[[str], Any] = partial(live_bits, weights)
+    start: Start = partial(live_bits, weights)
     if plan.anchor is not None:
         start = AnchorBits(ledger, plan.anchor, weights.aliases)
     folded = fold_chain(ledger, plan.deltas, check, limit, job.reading, start, decoded)

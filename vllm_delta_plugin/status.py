@@ -28,6 +28,7 @@ class Facts:
     logprobs_mode: str
     model_fingerprint: str
     codecs: tuple[str, ...] = ()  # of deltas, that this replica can decode
+    ranks: int = 1  # that share the model: context-coded deltas must be cut into a multiple of so many tiles
     pinned_keys: tuple[str, ...] = ()  # ids of the public keys of which one must have signed what is taken
     transition: str = "async"
     max_lag: int | None = None  # versions that it may be behind and still call itself ready

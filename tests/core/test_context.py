@@ -12,10 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_round_trip import SPECIAL
 
-from delta_sync import DEFAULT_CODEC, DTYPES, DeltaHeader, FormatError, apply, decode_delta, encode_delta
+from delta_sync import (
+    DEFAULT_CODEC,
+    DTYPES,
+    DeltaHeader,
+    FormatError,
+    MappingError,
+    apply,
+    context_encode,
+    decode_delta,
+    encode_delta,
+)
 from delta_sync.container import read_container
 from delta_sync.context_codec import CONTEXT_CODEC, STREAMS
-from delta_sync.context_file import Change, decode_against, encode_against
+from delta_sync.context_file import Change, PartOf, decode_against, encode_against, encode_deltas_against
 from delta_sync.context_model import choose_classes, tiles
 from delta_sync.context_table import Table
 from delta_sync.limits import DEFAULT_LIMITS
@@ -98,6 +108,76 @@ def edges(dtype):
 
 def table_of(data):
     return Table.from_bytes(zstandard.decompress(read_container(data, DEFAULT_LIMITS)[1]["0.table"]), "table")
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (3, 2)])
+def test_known_deltas_code_to_the_same_bytes_as_old_and_new_bits(grid):
+    changes = [weights((256, 700), seed=1), BIG]
+    _, data, deltas = encode_against(HEADER, changes, grid)
+    olds = {c.name: c.old for c in changes}
+    header, same = encode_deltas_against(HEADER, deltas, lambda name, dtype, shape: olds[name], grid)
+    assert (header.codec, same) == (CONTEXT_CODEC, data)
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (4, 2)])
+def test_threads_change_nothing(grid, monkeypatch):
+    changes = [weights((256, 700), seed=1), BIG, Change("bias", DTYPES["BF16"], (9,), *edges("BF16"))]
+    coded = []
+    for threads in ("1", "3"):
+        monkeypatch.setenv("DELTA_SYNC_THREADS", threads)
+        coded.append(round_trip(changes, grid)[1])
+    assert coded[0] == coded[1]
+    monkeypatch.setenv("DELTA_SYNC_THREADS", "0")
+    with pytest.raises(FormatError, match="a number of threads from 1"):
+        round_trip(changes, grid)
+
+
+class Matrix:
+    """Held as a rank of tensor parallelism holds a tensor of ``columns``: a run of rows, or of columns."""
+
+    def __init__(self, change, rows=slice(None), columns=slice(None)):
+        self.mask = np.zeros(change.shape, np.bool_)
+        self.mask[rows, columns] = True
+        bits = np.where(self.mask, change.old, np.random.default_rng(9).integers(0, 2**16, change.shape))
+        self.part = PartOf(bits.astype(np.uint16).reshape(-1), int(self.mask.sum()), self._holds)
+
+    def _holds(self, tile):
+        flat = self.mask.reshape(-1)
+        return all(flat[tile.start + r * tile.stride :][: tile.length].all() for r in range(tile.rows))
+
+
+@pytest.mark.parametrize(
+    "held", [{"rows": slice(0, 128)}, {"rows": slice(128, 256)}, {"columns": slice(350, 700)}, {"rows": slice(0, 0)}]
+)
+def test_a_part_decodes_from_its_own_bits_alone(held):
+    """Rows or columns of two ranks, with steps of all sizes; every other bit is noise to the reader."""
+    far = weights((256, 700), seed=2)
+    far.new.reshape(-1)[::977] ^= 0x3FFF  # large steps, of both signs
+    changes = [far, Change("other", far.dtype, (256, 700), weights((256, 700)).old, weights((256, 700)).new)]
+    _, data, deltas = encode_against(HEADER, changes, (2, 2))
+    parts = {c.name: Matrix(c, **held) for c in changes}
+    _, got = decode_against(data, lambda name, dtype, shape: parts[name].part)
+    for whole, mine in zip(deltas, got, strict=True):
+        inside = parts[whole.name].mask.reshape(-1)[whole.positions]
+        assert mine.positions.tolist() == whole.positions[inside].tolist()
+        assert mine.values.tolist() == whole.values[inside].tolist()
+
+
+def test_tiles_that_do_not_make_up_a_part_are_refused():
+    change = weights((256, 700))
+    with pytest.raises(MappingError, match=r"2 x 2 parts, of which those within cover 0.*tiles"):
+        decode_against(encode_against(HEADER, [change], (2, 2))[1], lambda *_: Matrix(change, slice(0, 100)).part)
+
+
+def test_more_classes_than_a_word_has_bits(monkeypatch):
+    """Another writer may use up to 255."""
+    monkeypatch.setattr(context_encode, "_POSITION_CLASSES", 200)
+    monkeypatch.setattr(context_encode, "_CLASS_BITS", -1)
+    old = np.random.default_rng(4).integers(0, 2**16, 300_000).astype(np.uint16)
+    new = np.where(old >> 7 & 3, old, old + 1).astype(np.uint16)
+    header, data = round_trip([Change("w", DTYPES["BF16"], old.shape, old, new)])
+    assert header.codec == CONTEXT_CODEC
+    assert len(table_of(data).firsts) > 128
 
 
 def test_it_is_smaller_than_the_gap_codec_by_a_quarter_on_trained_weights():
@@ -253,7 +333,7 @@ FRAME_LIES = {
     "gaps that never end": ("gap", -1, lambda c: b"\xff" * len(c), "stream gap|gaps|group 0"),
     "a step more": ("step", 0, lambda c: c + b"\0", "stream step, expected"),
     "an extension more": ("step", -1, lambda c: b"\xff" + c[1:], "step extensions"),
-    "no ones": ("gap", 0, lambda c: bytes(len(c)), "ones, the last in the last byte"),
+    "no ones": ("gap", 0, lambda c: bytes(len(c)), "the last one in the last byte"),
 }
 
 

@@ -17,7 +17,7 @@ from traces import load
 
 ROOT = Path(__file__).parents[2]
 OBJECTS = sorted((ROOT / "tests/vectors/context").glob("golden-*/*.safetensors"))
-TRACES = sorted((ROOT / "tests/traces").glob("*.npz"))
+TRACES = sorted((ROOT / "tests/traces").glob("lr*.npz"))
 BF16 = DTYPES["BF16"]
 
 SPEC = importlib.util.spec_from_file_location("context_reader", ROOT / "tests/vectors/independent_context_reader.py")
@@ -79,12 +79,16 @@ def test_the_speed_benchmark_compares_all_layouts_on_a_trace(tmp_path):
 
     step, made = load(TRACES[-1])
     result = codec_speed.measure(step, 1)
-    sizes = {row["layout"].split(":")[0]: row["bytes_per_changed"] for row in result["layouts"]}
-    assert sizes["TRL"] == 6
+    sizes = {row["layout"]: row["bytes_per_changed"] for row in result["layouts"]}
+    assert sizes["TRL: int32 index + bf16"] == 6
+    assert 4 <= sizes["TRL: u16 gap + bf16"] < 4.1
+    assert sizes["raw safetensors"] == pytest.approx(200 / result["changed_percent"], rel=1e-3)
     assert result["entropy"]["given_old_exponent"] < result["entropy"]["uniform"]
     assert result["over_entropy"] >= 1
-    save(tmp_path / "again.npz", cut(step, 8), made)
+    save(tmp_path / "start.npz", cut(step, 8), made)
+    save(tmp_path / "again.npz", cut(step, 8), made, tmp_path / "start.npz")
     again, made_again = load(tmp_path / "again.npz")
-    assert made_again == made
+    assert made_again == made | {"start": "start.npz"}
+    assert (tmp_path / "again.npz").stat().st_size < (tmp_path / "start.npz").stat().st_size / 4
     for short, long in zip(again, step, strict=True):
         np.testing.assert_array_equal(short.new, long.new[: short.new.size])

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from delta_sync.context_codec import CONTEXT_CODEC
+from delta_sync.context_file import encode_deltas_against
 from delta_sync.delta import diff
 from delta_sync.delta_file import DeltaHeader, encode_delta
 from delta_sync.digest import digest, model_fingerprint, state_digest, tensor_key
@@ -46,6 +48,7 @@ class Publisher:
         self.prompt_cache: PromptCache = "none"  # of what is published next
         self.metrics: dict[str, float] = {}  # likewise
         self.steps = (0, 0)  # likewise
+        self.tiles: int | None = None  # parts along rows and columns of context-coded deltas; None: gap-coded
         self.objects: dict[int, list[bytes]] = {}
 
     @classmethod
@@ -92,9 +95,14 @@ class Publisher:
         if corrupt == "content":
             deltas[0].values[0] ^= 1 << 2
         objects = [encode_delta(header, deltas)] if deltas else []
+        if self.tiles is not None:
+            grid = (self.tiles, self.tiles)
+            header, data = encode_deltas_against(header, deltas, lambda name, *_: before[name].reshape(-1), grid)
+            assert header.codec == CONTEXT_CODEC, "a change that the gap codec writes shorter tests nothing"
+            objects = [data]
         if corrupt == "object":
             return self._commit_damaged(states, touched, objects, sum(d.changed for d in deltas))
-        return self._commit("delta", states, touched, objects, sum(d.changed for d in deltas))
+        return self._commit("delta", states, touched, objects, sum(d.changed for d in deltas), header.codec)
 
     def step(self, seed: int, fraction: float = 0.02, corrupt: str | None = None) -> Manifest:
         """Change a random share of every tensor and publish it."""

@@ -5,7 +5,7 @@ BACKEND ?= auto
 OLDEST  ?= .venv-oldest
 PY      := $(VENV)/bin/python
 
-.PHONY: demo rehearsal test test-long test-oldest test-ui test-hub-live browser screenshots coverage-table check docs bench setup clean
+.PHONY: demo rehearsal test test-long test-rare test-oldest test-ui test-hub-live browser screenshots coverage-table check docs bench setup clean
 
 setup:
 	@$(PYTHON) scripts/setup_env.py $(VENV) --backend $(BACKEND)
@@ -21,8 +21,12 @@ test: setup
 	$(PY) -m pytest -m "not long and not gpu" $(ARGS)
 
 test-long: setup
-	$(PY) -m pytest -m "long and not gpu" $(ARGS)
+	$(PY) -m pytest -m "long and not rare and not gpu" $(ARGS)
 	$(MAKE) test-oldest
+
+# What CI has no time for: every model family, the two Spaces with a kill, a new user's session. On a quiet machine.
+test-rare: setup
+	$(PY) -m pytest -m "rare and not gpu" $(ARGS)
 
 # The same tests against the oldest vLLM with a CPU build and the oldest TRL that are supported.
 test-oldest:

@@ -30,7 +30,7 @@ def score(
     ``dtype``: the weights' and the computation's, or ``autocast``: float32 weights computed with in bfloat16, as
     transformers' ``bf16=True`` does.
     """
-    disable_progress_bar()  # of the weights being loaded, on standard error
+    disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]  # of the weights being loaded, on standard error
     autocast = dtype == "autocast"
     model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
         folder, dtype=DTYPES["float32" if autocast else dtype]

@@ -16,6 +16,7 @@ def commands(text: str) -> list[str]:
 
 
 @pytest.mark.long
+@pytest.mark.rare
 @pytest.mark.timeout(1800)
 def test_the_commands_lead_to_the_cause(tmp_path):
     pytest.importorskip("vllm")

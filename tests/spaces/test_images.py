@@ -190,6 +190,7 @@ def test_the_rollouts_refuse_what_would_be_unsafe_or_not_work(rollouts):
 
 
 @pytest.mark.long
+@pytest.mark.rare
 @needs_containers
 def test_the_rollouts_serve_from_a_read_only_home_without_a_network(rollouts, tmp_path):
     small = "--enforce-eager --max-model-len 512 --max-num-seqs 2"

@@ -17,6 +17,7 @@ from examples.wordle.space_files import ROOT
 
 
 @pytest.mark.long
+@pytest.mark.rare
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(why_not() is not None, reason=f"the rehearsal {why_not()}")
 def test_two_spaces_and_a_kill_in_the_middle(tmp_path):

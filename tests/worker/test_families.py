@@ -10,6 +10,7 @@ from coverage_table import Table, table
 from family_case import Outcome, serve
 from helpers.families import FAMILIES
 
+RARE = (pytest.mark.long, pytest.mark.rare)
 QUICK = ("Llama 4", "DeepSeek-V3")  # rearranged heads; latent attention, a float32 tensor; experts
 
 
@@ -19,7 +20,7 @@ def cells() -> Iterator[Table]:
         yield current
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in FAMILIES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else RARE) for n in FAMILIES])
 def test_served_by_one_worker(name: str, tmp_path: Path, cells: Table) -> None:
     family = FAMILIES[name]
     outcome = Outcome("not run", family.not_on_cpu) if family.not_on_cpu else serve(family, tmp_path)

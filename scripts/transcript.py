@@ -59,7 +59,7 @@ class Page:
         if code:
             content += f"$ echo $?\n{code}\n"
         self.show("console", content)
-        expect(done.returncode == code, f"exit code {done.returncode} of {lines[-1]}: {printed}")
+        expect(done.returncode == code and "Traceback" not in printed, f"exit code {done.returncode} of {lines[-1]}: {printed}")
         return printed
 
     def real(self, line: str) -> str:
@@ -102,7 +102,7 @@ def script_of(page: Page, model: str, steps: int, url: str) -> str:
     text = readme_script().replace(MODEL, model).replace("max_steps=100", f"max_steps={steps}")
     text = text.replace("bf16=True", "bf16=True, use_cpu=True, max_completion_length=16")
     text = text.replace(f'DeltaSyncCallback("{RUN}")', f'DeltaSyncCallback("{RUN}", anchor_every=3)')
-    return page.real(text).replace(SERVER, url)
+    return page.real(text.replace(SERVER, url))
 
 
 def main() -> None:
@@ -159,7 +159,7 @@ def train(page: Page, folder: Path, checkpoint: Path) -> None:
         script = script_of(page, str(checkpoint), 5, first.url)
         (folder / "train.py").write_text(script)
         page.show("python", script)
-        page.run("python train.py 2>&1 | grep train_runtime")
+        page.run("python train.py > train.log 2>&1; grep train_runtime train.log || tail -30 train.log")
         first.wait_version(6, timeout=PATIENCE)
         page.run(f"delta-sync ledger {RUN}")
 
@@ -207,7 +207,7 @@ def find(page: Page, folder: Path, checkpoint: Path) -> None:
         page.run(f"delta-sync materialize {RUN}@5 ckpt-5")
         script = script_of(page, "ckpt-5", 2, second.url)
         (folder / "train.py").write_text(script)
-        page.run("sed -n '/model=/p;/max_steps/p' train.py", "python train.py 2>&1 | grep train_runtime")
+        page.run("sed -n '/model=/p;/max_steps/p' train.py", "python train.py > train.log 2>&1; grep train_runtime train.log || tail -30 train.log")
         second.wait_status("a live state", lambda status: status["state"] == "live" and status["lag"] == 0, PATIENCE)
         said = page.run(f"delta-sync ledger {RUN} --last 3")
         expect("refused" not in said, "the replica still refuses")

@@ -29,6 +29,8 @@ MEANING = {  # of each number that is recorded
     "anchor_seconds": "from the begin of such an upload to its end, versions in between included",
     "store_failures": "1 where the store failed and was tried again",
     "heals": "1 where a replica's refusal was answered, by putting an object again or by complete weights",
+    "parity_k3_mean": "with `parity_every`: k3 of trainer and server in nats, the mean of a batch's tokens",
+    "parity_k3_max": "the same, of the token where it is largest",
 }
 
 

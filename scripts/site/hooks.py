@@ -25,6 +25,7 @@ OUTSIDE = {
     "CHANGELOG.md": "project/CHANGELOG.md",
     "CONTRIBUTING.md": "project/CONTRIBUTING.md",
     "benchmarks/README.md": "project/benchmarks.md",
+    "benchmarks/scaling.svg": "project/scaling.svg",
     "benchmarks/gpu/README.md": "project/gpu.md",
     "examples/wordle/README.md": "project/wordle.md",
 }

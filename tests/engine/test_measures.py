@@ -83,7 +83,7 @@ def test_kinds_of_failures_are_bounded() -> None:
             *(below(k) for k in kind.__subclasses__())
         )
 
-    assert below(DeltaSyncError) - {"StillRunningError"} <= set(KINDS)
+    assert below(DeltaSyncError) - {"ResetError", "StillRunningError"} <= set(KINDS)
 
 
 def test_engines_stay_apart_and_only_one_state_holds() -> None:

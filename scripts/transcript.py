@@ -27,6 +27,7 @@ from helpers.tiny_models import build  # noqa: E402
 PATIENCE = 1500.0  # seconds for each thing that is waited for: it may run beside other work
 MARK = "<!-- not run: this page is written by scripts/transcript.py, which runs it -->\n"
 SERVER, MODEL, RUN = "http://rollouts:8000", "Qwen/Qwen3-0.6B", "/mnt/run"
+TRAIN = "python train.py > train.log 2>&1; grep train_runtime train.log || tail -30 train.log"
 
 
 class Page:
@@ -59,7 +60,8 @@ class Page:
         if code:
             content += f"$ echo $?\n{code}\n"
         self.show("console", content)
-        expect(done.returncode == code and "Traceback" not in printed, f"exit code {done.returncode} of {lines[-1]}: {printed}")
+        fine = done.returncode == code and "Traceback" not in printed
+        expect(fine, f"exit code {done.returncode} of {lines[-1]}: {printed}")
         return printed
 
     def real(self, line: str) -> str:
@@ -159,7 +161,7 @@ def train(page: Page, folder: Path, checkpoint: Path) -> None:
         script = script_of(page, str(checkpoint), 5, first.url)
         (folder / "train.py").write_text(script)
         page.show("python", script)
-        page.run("python train.py > train.log 2>&1; grep train_runtime train.log || tail -30 train.log")
+        page.run(TRAIN)
         first.wait_version(6, timeout=PATIENCE)
         page.run(f"delta-sync ledger {RUN}")
 
@@ -207,7 +209,7 @@ def find(page: Page, folder: Path, checkpoint: Path) -> None:
         page.run(f"delta-sync materialize {RUN}@5 ckpt-5")
         script = script_of(page, "ckpt-5", 2, second.url)
         (folder / "train.py").write_text(script)
-        page.run("sed -n '/model=/p;/max_steps/p' train.py", "python train.py > train.log 2>&1; grep train_runtime train.log || tail -30 train.log")
+        page.run("sed -n '/model=/p;/max_steps/p' train.py", TRAIN)
         second.wait_status("a live state", lambda status: status["state"] == "live" and status["lag"] == 0, PATIENCE)
         said = page.run(f"delta-sync ledger {RUN} --last 3")
         expect("refused" not in said, "the replica still refuses")

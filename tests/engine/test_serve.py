@@ -342,7 +342,8 @@ def test_one_trace_leads_from_an_optimizer_step_to_the_replicas_commit(world: Wo
     assert all(max(before) <= min(after) for before, after in pairwise(ends))
     assert spans["delta_sync.take"].attributes["delta_sync.version"] == newest.version
     assert spans["delta_sync.publish"].attributes["delta_sync.version"] == newest.version
-    assert spans["delta_sync.take.fetch"].attributes["delta_sync.bytes"] == newest.objects[0].size
+    fetched = spans["delta_sync.take.fetch"].attributes["delta_sync.bytes"]
+    assert fetched >= newest.objects[0].size, "more where versions were taken together"
     refused = [span for span in world.spans.spans if span.error == "IntegrityError"]
     assert [span.name for span in refused] == ["delta_sync.take"] * 2, (
         "of the two versions that were not what they said"

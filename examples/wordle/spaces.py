@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
 from examples.wordle.space_files import ROOT, stage_environment, stage_rollouts
@@ -177,10 +177,16 @@ def put(api: HfApi, space: Space, new_keys: bool) -> None:
     if api.get_space_runtime(space.repo).requested_hardware not in (None, space.hardware):
         api.request_space_hardware(space.repo, space.hardware, sleep_time=SLEEP if paid else None)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as folder:
-        message = "delta-weight-sync: examples/wordle/spaces.py"
         files = space.stage(Path(folder))
-        api.upload_folder(
-            repo_id=space.repo, folder_path=files, repo_type="space", delete_patterns="*", commit_message=message
+        wanted = {path.relative_to(files).as_posix(): path for path in sorted(files.rglob("*")) if path.is_file()}
+        there = set(api.list_repo_files(space.repo, repo_type="space")) - {".gitattributes"}
+        # one commit, where upload_folder would make several of many files: each is built, half a tree in vain
+        api.create_commit(
+            space.repo,
+            [CommitOperationAdd(name, path) for name, path in wanted.items()]
+            + [CommitOperationDelete(name) for name in sorted(there - wanted.keys())],
+            repo_type="space",
+            commit_message="delta-weight-sync: examples/wordle/spaces.py",
         )
 
 

@@ -83,7 +83,7 @@ def test_requests_of_a_publish_and_of_an_idle_replica(proxy, uri, tmp_path):
     run.delta()
     proxy.requests.clear()
     replica.follow()
-    assert proxy.counts() == {"GET": 4, "HEAD": 1}
+    assert proxy.counts() == {"GET": 5, "HEAD": 1}
 
 
 # --- kill -9 of the writer before and after each of its writes

@@ -89,6 +89,7 @@ def test_from_nothing_to_a_training_command_and_back(hub, spaces, tmp_path):
     before = (rollouts.commits, env.commits, dict(rollouts.secrets), len(hub.requests))
     again = spaces()
     assert again.returncode == 0 and again.stdout == done.stdout
+    assert (rollouts.commits, env.commits) == (1, 1), "each commit is built"
     assert (rollouts.commits, env.commits, dict(rollouts.secrets)) == before[:3]  # nothing that would restart a Space
     changes = [
         r.path for r in hub.requests[before[3] :] if r.method == "POST" and r.path.endswith(("secrets", "hardware"))

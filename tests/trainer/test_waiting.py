@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 import uuid
@@ -18,6 +19,8 @@ from stand_in_replica import StandInReplica
 from delta_sync.delta_file import decode_delta, encode_delta
 from delta_sync.errors import ConflictError, MappingError, SyncTimeoutError
 from delta_sync.ledger import Ledger
+from delta_sync.manifest import ObjectRef
+from delta_sync.store.keys import delta_key
 from delta_sync.store.open import open_store
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.http import Server
@@ -178,9 +181,14 @@ def test_a_version_that_stays_refused_is_answered_with_complete_weights() -> Non
         def wrong(changes: Any) -> Any:
             """An encoder gone wrong: the digests are right, one changed value is not."""
             attempt = original(changes)
-            header, deltas = decode_delta(attempt.objects[0])
+            [data] = attempt.kept
+            header, deltas = decode_delta(data)
             deltas[0].values[0] += 1
-            return replace(attempt, objects=(encode_delta(header, deltas),))
+            data = encode_delta(header, deltas)
+            sha256 = hashlib.sha256(data).hexdigest()
+            ref = ObjectRef(delta_key(header.version, loop.session._publisher._chain.epoch, sha256), len(data), sha256)
+            open_store(loop.config.uri).put(ref.key, data)
+            return replace(attempt, objects=(ref,), kept=(data,))
 
         publisher._chain.prepare = wrong
         loop.train()

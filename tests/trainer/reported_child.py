@@ -5,11 +5,30 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
+from typing import Any
 
 import grpo
 import tiny
+from transformers import TrainerCallback
 
+from delta_sync.ledger import Ledger
+from delta_sync.store.open import open_store
 from trl_callback import DeltaSyncCallback
+
+
+class Published(TrainerCallback):
+    """Each step's version is in the bucket before the next step, however slow the machine."""
+
+    def __init__(self, uri: str) -> None:
+        self.ledger = Ledger(open_store(uri))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        end = time.monotonic() + 60
+        while (newest := self.ledger.head()) is None or newest.steps[1] < state.global_step:
+            assert time.monotonic() < end, "no version within 60 s"
+            time.sleep(0.02)
+
 
 SHARDED = "WORLD_SIZE" in os.environ
 if SHARDED:
@@ -21,7 +40,12 @@ def main() -> None:
     sync = DeltaSyncCallback(said["uri"])
     reporters = ["tensorboard", "wandb", "trackio"]
     trainer = grpo.plain_trainer(
-        said["folder"], model=tiny.llama(), callbacks=[sync], bf16=True, report_to=reporters, run_name="tiny"
+        said["folder"],
+        model=tiny.llama(),
+        callbacks=[sync, Published(said["uri"])],
+        bf16=True,
+        report_to=reporters,
+        run_name="tiny",
     )
     trainer.train()
     sync.close()

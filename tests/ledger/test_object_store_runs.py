@@ -83,7 +83,8 @@ def test_requests_of_a_publish_and_of_an_idle_replica(proxy, uri, tmp_path):
     run.delta()
     proxy.requests.clear()
     replica.follow()
-    assert proxy.counts() == {"GET": 5, "HEAD": 1}
+    counts = proxy.counts()  # the next version is looked for beside HEAD, and again if HEAD was the quicker
+    assert counts["HEAD"] == 1 and counts["GET"] in (4, 5)
 
 
 # --- kill -9 of the writer before and after each of its writes

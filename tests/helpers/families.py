@@ -9,20 +9,10 @@ from typing import Any
 
 import torch
 
+from helpers.tiny_models import COMMON
+
 _VOCAB = 500  # not a multiple of vLLM's padding
-_TEXT: dict[str, Any] = {
-    "vocab_size": _VOCAB,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.1,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+_TEXT: dict[str, Any] = COMMON | {"vocab_size": _VOCAB}
 _HEAD = {"head_dim": 32}
 _UNTIED = {"tie_word_embeddings": False}
 _MLA = {

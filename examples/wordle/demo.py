@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -160,22 +161,32 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def main() -> int:
-    args = parse(parser(__doc__))
-    folder = args.output.resolve() / time.strftime("%Y%m%d-%H%M%S")
+def conduct(
+    what: str,
+    folder: Path,
+    run: Callable[[Display, Processes], dict[str, Any]],
+    failures: tuple[type[Exception], ...] = FAILURES,
+) -> int:
+    """Exit code 0: every criterion of the summary holds; 1: one does not, or it failed; 130: interrupted."""
     try:
         with signals_as_exceptions(), Display() as display, Processes(folder / "logs", cwd=ROOT) as processes:
-            summary = Demo(args, folder, processes, display).run()
+            summary = run(display, processes)
     except KeyboardInterrupt:
         print(f"interrupted; every process was ended. Logs: {folder / 'logs'}", file=sys.stderr)
         return 130
-    except FAILURES as error:
-        print(f"the demo failed: {error}\nLogs: {folder / 'logs'}", file=sys.stderr)
+    except failures as error:
+        print(f"the {what} failed: {error}\nLogs: {folder / 'logs'}", file=sys.stderr)
         return 1
     for failure in summary["failed"]:
         print(f"criterion failed: {failure}", file=sys.stderr)
     print(json.dumps(summary), flush=True)
     return 1 if summary["failed"] else 0
+
+
+def main() -> int:
+    args = parse(parser(__doc__))
+    folder = args.output.resolve() / time.strftime("%Y%m%d-%H%M%S")
+    return conduct("demo", folder, lambda display, processes: Demo(args, folder, processes, display).run())
 
 
 if __name__ == "__main__":

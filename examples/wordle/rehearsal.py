@@ -24,7 +24,7 @@ from typing import Any
 
 from examples.wordle import commands, demo, spaces
 from examples.wordle.display import Display
-from examples.wordle.processes import Child, Processes, ProcessFailed, signals_as_exceptions
+from examples.wordle.processes import Child, Processes, ProcessFailed
 from examples.wordle.stream import StreamRecorder
 from examples.wordle.watch import StatusWatcher
 
@@ -153,19 +153,12 @@ def main() -> int:
         enter_network()
     make_network()
     folder = args.output.resolve() / f"rehearsal-{time.strftime('%Y%m%d-%H%M%S')}"
-    try:
-        with signals_as_exceptions(), Display() as display, Processes(folder / "logs", cwd=demo.ROOT) as processes:
-            summary = Rehearsal(args, folder, processes, display).summary()
-    except KeyboardInterrupt:
-        print(f"interrupted; every process was ended. Logs: {folder / 'logs'}", file=sys.stderr)
-        return 130
-    except (ProcessFailed, ContainerFailed, spaces.SpacesFailed, *demo.FAILURES) as error:
-        print(f"the rehearsal failed: {error}\nLogs: {folder / 'logs'}", file=sys.stderr)
-        return 1
-    for failure in summary["failed"]:
-        print(f"criterion failed: {failure}", file=sys.stderr)
-    print(json.dumps(summary), flush=True)
-    return 1 if summary["failed"] else 0
+    return demo.conduct(
+        "rehearsal",
+        folder,
+        lambda display, processes: Rehearsal(args, folder, processes, display).summary(),
+        (ProcessFailed, ContainerFailed, spaces.SpacesFailed, *demo.FAILURES),
+    )
 
 
 if __name__ == "__main__":

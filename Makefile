@@ -17,11 +17,12 @@ demo: setup
 rehearsal: setup
 	@$(PY) -m examples.wordle.rehearsal $(ARGS)
 
+# Two processes of tests side by side; ARGS="-n 0" runs them one after the other.
 test: setup
-	$(PY) -m pytest -m "not long and not gpu" $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile -m "not long and not gpu" $(ARGS)
 
 test-long: setup
-	$(PY) -m pytest -m "long and not rare and not gpu" $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile -m "long and not rare and not gpu" $(ARGS)
 	$(MAKE) test-oldest
 
 # What CI has no time for: every model family, the two Spaces with a kill, a new user's session. On a quiet machine.
@@ -31,7 +32,7 @@ test-rare: setup
 # The same tests against the oldest vLLM with a CPU build and the oldest TRL that are supported.
 test-oldest:
 	@$(PYTHON) scripts/setup_env.py $(OLDEST) --backend cpu --vllm 0.27.0 --trl 1.11.0
-	$(OLDEST)/bin/python -m pytest -m "not long and not gpu" \
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile -m "not long and not gpu" \
 		tests/worker/test_worker_updates.py tests/engine tests/trainer/test_trainers.py tests/trainer/test_rollout_client.py
 
 # The dashboard in a real Chromium, which is installed where it is missing and may be.

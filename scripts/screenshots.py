@@ -129,6 +129,8 @@ def command(words: list[str], columns: int = 120) -> str:
         [sys.executable, "-m", "delta_sync.cli", *words], stdout=child, stderr=child, stdin=child, env=environment
     )
     os.close(child)
+    deadline = threading.Timer(60, process.kill)  # which ends the read below too
+    deadline.start()
     shown = b""
     try:
         while data := os.read(parent, 65536):
@@ -136,6 +138,7 @@ def command(words: list[str], columns: int = 120) -> str:
     except OSError:
         pass  # how a terminal whose last program ended is read
     os.close(parent)
+    deadline.cancel()
     if process.wait(60) not in (0, 1):
         raise RuntimeError(f"delta-sync {' '.join(words)} failed: {shown.decode(errors='replace')}")
     return shown.decode(errors="replace")

@@ -74,7 +74,7 @@ def test_where_trl_has_no_such_numbers_it_says_so_once_and_trains_on(tmp_path, u
         grpo.plain_trainer(tmp_path, model=tiny.llama(), callbacks=[sync]).train()
     sync.close()
     assert caplog.text.count("parity_every is set") == 1
-    assert len(bucket.chain(uri)) == 4
+    assert bucket.chain(uri)[-1].steps[1] == 3  # it may publish two steps as one
 
 
 @pytest.mark.parametrize("reset", [False, True])

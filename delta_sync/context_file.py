@@ -21,7 +21,7 @@ from delta_sync.delta_header import DeltaHeader, Entry, TableGroup, from_metadat
 from delta_sync.dtypes import DType
 from delta_sync.errors import FormatError, MappingError
 from delta_sync.frames import compress
-from delta_sync.gap_codec import DEFAULT_CODEC
+from delta_sync.gap_codec import DEFAULT_CODEC, codec_without_base
 from delta_sync.gaps import encode_gaps
 from delta_sync.limits import DEFAULT_LIMITS, Limits
 from delta_sync.tensor_delta import TensorDelta
@@ -70,9 +70,9 @@ def encode_against(
 ) -> tuple[DeltaHeader, bytes, list[TensorDelta]]:
     """One object that turns each tensor's old bits into its new ones, its header, the same as ULP deltas; FormatError.
 
-    ``header.codec`` becomes the codec used: this one, or the gap codec where that is smaller. ``grid`` is the number
-    of parts, 1 to 256, that tensors are cut into along all axes but the last and along the last: a reader that holds
-    whole parts can decode those.
+    ``header.codec`` becomes the codec used: this one, or where that is smaller one that needs no base. ``grid`` is the
+    number of parts, 1 to 256, that tensors are cut into along all axes but the last and along the last: a reader that
+    holds whole parts can decode those.
     """
     return _encode(header, [_from_bits(change, grid) for change in changes], grid)
 
@@ -106,11 +106,12 @@ def _encode(
     metadata = to_metadata(ours, table)
     from_metadata(metadata, DEFAULT_LIMITS)  # never write what a reader would refuse
     data = write_container(metadata, streams)
-    if sum(map(len, streams.values())) < plain - _NEAR:
+    others = {DEFAULT_CODEC, codec_without_base(deltas)}
+    if len(others) == 1 and sum(map(len, streams.values())) < plain - _NEAR:
         return ours, data, deltas
-    fallback = replace(header, codec=DEFAULT_CODEC)
-    other = encode_delta(fallback, deltas)
-    return (ours, data, deltas) if len(data) < len(other) else (fallback, other, deltas)
+    coded_alone = ((one, encode_delta(one, deltas)) for one in (replace(header, codec=name) for name in sorted(others)))
+    head, data = min((ours, data), *coded_alone, key=lambda pair: len(pair[1]))
+    return head, data, deltas
 
 
 def _plain_size(deltas: Sequence[TensorDelta], coded: Coded) -> int:

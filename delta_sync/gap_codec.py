@@ -1,12 +1,12 @@
-"""The codec "gap8-ulp8-zstd": streams by kind, each one zstd frame of bytes that an order-0 coder does well on.
+"""The codecs "gap8-ulp8-zstd" and "gap8-plane-zstd": streams by kind, each one zstd frame that suits an order-0 coder.
 
-gap: positions (gaps.py). step, step_ext, sign: ULP steps (steps.py). plane0, plane1, ...: the bytes of raw values, the
-least significant first.
+gap: positions (gaps.py). step, step_ext, sign: ULP steps (steps.py). plane0, plane1, ...: the bytes of raw values, or
+of steps where most are long, the least significant first: at worst what the changed elements take as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,23 +17,26 @@ from delta_sync.errors import FormatError
 from delta_sync.frames import compress, content_size, decompress
 from delta_sync.gaps import decode_gaps, encode_gaps, longest
 from delta_sync.limits import Limits
-from delta_sync.steps import decode_steps, encode_steps, sign_bytes
+from delta_sync.steps import ESCAPE, decode_steps, encode_steps, sign_bytes
+from delta_sync.tensor_delta import TensorDelta
 
-DEFAULT_CODEC = "gap8-ulp8-zstd"
+DEFAULT_CODEC, PLANE_CODEC = "gap8-ulp8-zstd", "gap8-plane-zstd"
+_SAMPLE = 4096  # steps of a tensor that decide which of the two it would be smaller in
 
 
 class GapCodec(Codec):
     """Byte gaps, with ULP steps split into size and sign, or with raw values as byte planes."""
 
     name = DEFAULT_CODEC
+    splits_steps = True
 
     def stream_names(self, group: Group) -> tuple[str, ...]:
         """gap, then step, step_ext and sign, or one plane for each byte of the element type."""
-        return "gap", *(("step", "step_ext", "sign") if group.encoding == "ulp" else _planes(group))
+        return "gap", *(("step", "step_ext", "sign") if self._splits(group) else _planes(group))
 
     def encode(self, group: Group, positions: npt.NDArray[np.int64], values: Bits) -> dict[str, bytes]:
         """The streams of one group."""
-        coded = encode_steps(values, group.dtype) if group.encoding == "ulp" else _split(values, group)
+        coded = encode_steps(values, group.dtype) if self._splits(group) else _split(values, group)
         contents = (encode_gaps(positions, group.counts), *coded)
         names = self.stream_names(group)
         return {name: compress(content) for name, content in zip(names, contents, strict=True)}
@@ -46,11 +49,36 @@ class GapCodec(Codec):
             _check_size(name, group, streams[name], limits)
         gap, *coded = (decompress(streams[name], _what(group, name)) for name in self.stream_names(group))
         positions = decode_gaps(gap, group.counts, group.sizes, f"{group.label} gaps")
-        if group.encoding == "ulp":
+        if self._splits(group):
             low, extension, signs = coded
             return positions, decode_steps(low, extension, signs, group.dtype, f"{group.label} steps")
         planes = np.stack([np.frombuffer(plane, np.uint8) for plane in coded], axis=1)
-        return positions, planes.view(group.dtype.carrier).reshape(-1)
+        values = planes.view(group.dtype.carrier).reshape(-1)
+        if group.encoding == "ulp" and not values.all():
+            raise FormatError(f"{group.label} steps", expected="no step of zero", got="one or more")
+        return positions, values
+
+    def _splits(self, group: Group) -> bool:
+        return self.splits_steps and group.encoding == "ulp"
+
+
+class PlaneCodec(GapCodec):
+    """Byte gaps, with ULP steps or raw values as byte planes."""
+
+    name = PLANE_CODEC
+    splits_steps = False
+
+
+def codec_without_base(deltas: Sequence[TensorDelta]) -> str:
+    """Of the codecs that decode without old bits, the one in which these take fewer bytes, by a sample of the steps."""
+    gain = 0.0  # of planes: an extension is as long as an element, and a size byte comes on top
+    for delta in deltas:
+        if delta.encoding == "ulp" and delta.changed:
+            sample = delta.values[:: -(-delta.changed // _SAMPLE)]
+            long = np.minimum(sample, ~sample + sample.dtype.type(1)) > ESCAPE
+            width = delta.dtype.itemsize
+            gain += delta.changed * (float(long.mean()) * width - (width - 1))
+    return PLANE_CODEC if gain > 0 else DEFAULT_CODEC
 
 
 def _check_size(name: str, group: Group, frame: memoryview, limits: Limits) -> None:
@@ -81,3 +109,4 @@ def _split(values: Bits, group: Group) -> list[bytes]:
 
 
 register(GapCodec())
+register(PlaneCodec())

@@ -5,14 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from delta_sync import tracing
-from delta_sync.context_codec import CONTEXT_CODEC
 from delta_sync.context_file import encode_deltas_against
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, encode_delta
+from delta_sync.gap_codec import codec_without_base
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Kind, Manifest, ObjectRef, TensorState
 from delta_sync.retention import delete, find_trim
@@ -22,7 +22,7 @@ from trl_callback.anchor_job import AnchorJob
 from trl_callback.changes import ChangeSet
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.healing import Refusal, acknowledged_refusal
-from trl_callback.parts import Parts
+from trl_callback.parts import Parts, codec_of_all
 from trl_callback.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ class Chain:
 
     def _encode(self, header: DeltaHeader, deltas: Sequence[TensorDelta]) -> tuple[bytes, str]:
         if self._config.codec != "context":
+            header = replace(header, codec=codec_without_base(deltas))
             return encode_delta(header, deltas), header.codec
         grid = (self._config.tiles, self._config.tiles)
         coded, data = encode_deltas_against(header, deltas, self._snapshot.bits, grid)
@@ -173,7 +174,7 @@ class Chain:
             size = sum(one.ref.size for one in stored)
             changes.trace.child("delta_sync.publish.upload", began, ended, objects=len(stored), bytes=size)
         states = self._snapshot.advanced(changes.deltas)
-        codec = CONTEXT_CODEC if any(one.codec == CONTEXT_CODEC for one in stored) else DEFAULT_CODEC
+        codec = codec_of_all(one.codec for one in stored)
         refs, kept = tuple(one.ref for one in stored), tuple(one.data for one in stored)
         return Attempt(changes, states, self._snapshot.digest_with(states), refs, codec, kept)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from delta_sync.context_file import encode_deltas_against
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, encode_delta
 from delta_sync.errors import SyncTimeoutError
+from delta_sync.gap_codec import codec_without_base
 from delta_sync.manifest import ObjectRef
 from delta_sync.store.base import Store
 from delta_sync.tensor_delta import TensorDelta
@@ -111,6 +112,7 @@ class RankPart:
         if not published:
             return _Coded(order, deltas, None, b"", header.codec, {})
         if self._codec == DEFAULT_CODEC:
+            header = replace(header, codec=codec_without_base(published))
             data = encode_delta(header, published)
         else:
             header, data = encode_deltas_against(header, published, self.snapshot.bits, self._grid)

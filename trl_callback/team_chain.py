@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from delta_sync.context_codec import CONTEXT_CODEC
-from delta_sync.delta_file import DEFAULT_CODEC
 from delta_sync.errors import StoreError
 from delta_sync.manifest import ObjectRef
 from trl_callback.chain import Attempt, Chain, Published
 from trl_callback.changes import ChangeSet
 from trl_callback.crew import Crew
 from trl_callback.healing import Refusal
+from trl_callback.parts import codec_of_all
 from trl_callback.rank_part import Order
 from trl_callback.team_anchor import TeamAnchorJob
 from trl_callback.team_snapshot import TeamSnapshot
@@ -52,8 +51,7 @@ class TeamChain(Chain):
         objects = [ObjectRef(**answer["object"]) for answer in answers if answer["object"] is not None]
         self._check_one_store(objects)
         states = self._snapshot.moved(sums)
-        codecs = {answer["codec"] for answer in answers if answer["object"] is not None}
-        codec = CONTEXT_CODEC if CONTEXT_CODEC in codecs else DEFAULT_CODEC
+        codec = codec_of_all(answer["codec"] for answer in answers if answer["object"] is not None)
         return Attempt(changes, states, self._snapshot.digest_with(states), tuple(objects), codec)
 
     def _check_one_store(self, objects: Sequence[ObjectRef]) -> None:

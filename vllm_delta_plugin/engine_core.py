@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from delta_sync import tracing
+from delta_sync.codec import codec_names
 from delta_sync.context_codec import CONTEXT_CODEC
-from delta_sync.delta_file import DEFAULT_CODEC
 from delta_sync.errors import MappingError, NotFoundError
 from delta_sync.ledger import Ledger
 from delta_sync.limits import for_model
@@ -145,7 +145,7 @@ def _facts(config: ReplicaConfig, engine: EngineFacts, live: Live, keys: PublicK
         serving_dtype=DTYPES.get(engine.dtype, engine.dtype),
         logprobs_mode=engine.logprobs_mode,
         model_fingerprint=live.fingerprint,
-        codecs=(DEFAULT_CODEC, CONTEXT_CODEC),
+        codecs=(*codec_names(), CONTEXT_CODEC),
         ranks=live.ranks,
         pinned_keys=keys.ids if keys else (),
         transition=config.transition,

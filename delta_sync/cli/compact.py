@@ -10,10 +10,10 @@ import typer
 from delta_sync.cli.report import FINE, AsJson, Report, finish, many, size
 from delta_sync.cli.run import PublicKey, checked_uri, open_ledger, version_of
 from delta_sync.cli.weights import Weights, read_delta, rebuild
+from delta_sync.context_codec import CONTEXT_CODEC
 from delta_sync.delta import fold
 from delta_sync.errors import ChainError
 from delta_sync.fold_writer import attach_fold
-from delta_sync.gap_codec import DEFAULT_CODEC
 from delta_sync.ledger import AnchorRef, Ledger
 from delta_sync.manifest import FoldRecord, Manifest, TensorState
 from delta_sync.planner import downwards
@@ -76,7 +76,7 @@ def _path(ledger: Ledger, start: int | None, end: int | None) -> tuple[Manifest,
 
 def _folded(ledger: Ledger, base: Manifest, path: Path) -> tuple[list[TensorDelta], dict[str, TensorState]]:
     """One change a tensor and encoding, and the states after; what is coded against old bits needs them."""
-    plain = all(manifest.codec in (None, DEFAULT_CODEC) for manifest in path)
+    plain = all(manifest.codec != CONTEXT_CODEC for manifest in path)
     weights: Weights | None = None if plain else rebuild(ledger, base)[1]
     folded: dict[str, list[TensorDelta]] = {}
     states: dict[str, TensorState] = {}

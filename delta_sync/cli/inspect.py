@@ -22,10 +22,10 @@ from delta_sync.cli.report import AsJson, Report, Table, bar, finish, many, perc
 from delta_sync.cli.run import checked_uri, open_ledger, split_version, version_of
 from delta_sync.cli.weights import Weights, no_base, read_delta, read_object_file, rebuild
 from delta_sync.container import read_container
+from delta_sync.context_codec import CONTEXT_CODEC
 from delta_sync.context_file import decode_against
 from delta_sync.delta_file import DeltaHeader
 from delta_sync.dtypes import dtype
-from delta_sync.gap_codec import DEFAULT_CODEC
 from delta_sync.ledger import Ledger
 from delta_sync.limits import DEFAULT_LIMITS
 from delta_sync.tensor_delta import TensorDelta
@@ -68,7 +68,7 @@ def _of_version(ledger: Ledger, version: int | None, top: int) -> Report:
         heads = ((name, dtype(state.dtype), state.shape) for name, state in manifest.tensors.items())
         return report_weights(what, heads, manifest, ledger.anchor(manifest))
     before = None
-    if manifest.codec != DEFAULT_CODEC:
+    if manifest.codec == CONTEXT_CODEC:
         before = rebuild(ledger, ledger.parent(manifest) or manifest)[1]
     return _report(what, [(ref.key, *read_delta(ledger, manifest, ref, before)) for ref in manifest.objects], top)
 

@@ -37,7 +37,7 @@ def read_object(data: bytes) -> tuple[dict[str, str], list[dict]]:
 
 def read_group(group: dict, streams: dict[str, bytes]) -> list[dict]:
     width = WIDTH[group["dtype"]]
-    values = read_steps(streams, width) if group["encoding"] == "ulp" else read_planes(streams, width)
+    values = read_steps(streams, width) if "step" in streams else read_planes(streams, width)
     changes, at, gaps = [], 0, iter(streams["gap"])
     for name, shape, count in group["tensors"]:
         position, positions = -1, []

@@ -1,9 +1,13 @@
-"""Writes golden delta objects: ``python make.py FOLDER`` (refuses an existing one: they are added, never replaced)."""
+"""Writes golden delta objects: ``python make.py FOLDER [CODEC]``.
+
+Refuses a folder that exists: vectors are added, never replaced.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -77,10 +81,11 @@ def expected(delta: TensorDelta) -> dict[str, object]:
     }
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, codec: str = DEFAULT_CODEC) -> None:
     folder.mkdir(parents=True)
     table = {}
     for name, (header, deltas) in VECTORS.items():
+        header = replace(header, codec=codec)
         (folder / f"{name}.safetensors").write_bytes(encode_delta(header, deltas))
         fields = {"run": header.run, "version": header.version, "base_version": header.base_version}
         fields |= {"codec": header.codec, "extra": dict(header.extra)}
@@ -92,4 +97,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

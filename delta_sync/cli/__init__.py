@@ -17,6 +17,8 @@ def main() -> None:
             raise
         print(f"delta-sync needs {error.name}: pip install 'delta-weight-sync[cli]'", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:  # while modules load, which takes a while on a busy machine
+        sys.exit(130)
     app()
 
 

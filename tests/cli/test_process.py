@@ -72,6 +72,13 @@ def test_a_wrong_usage_is_a_document_too(run, cli, as_json):
     assert (code, document["error"]["kind"]) == (1, "DeltaSyncError")
 
 
+def test_a_version_that_is_not_there_yet_is_told_from_one_that_is_gone(run, as_json):
+    for words in (["inspect", f"{run.uri}@9"], ["materialize", f"{run.uri}@9", run.folder / "out"]):
+        code, document = as_json(*words)
+        assert (code, document["error"]["kind"]) == (1, "ChainError")
+        assert "expected at most 6, the newest" in document["error"]["message"]
+
+
 def test_version(cli):
     code, out, _ = cli("--version")
     assert (code, out.split()[0]) == (0, "delta-sync")

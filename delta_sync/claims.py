@@ -7,6 +7,7 @@ starts. Either way the next version is an origin, which needs nothing before it,
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -63,17 +64,24 @@ def reset_pending(ledger: Ledger, after: int, before: int) -> bool:
 
 
 def claim_reset(ledger: Ledger, key: SigningKey | None = None) -> Epoch:
-    """Claim the next epoch for a reset; ChainError if there is no run, SignatureError if it is signed and this is not.
+    """Claim the next epoch for a reset; ChainError if there is no run, SignatureError as ``check_reset_key``.
 
     StoreError; ConflictError.
     """
     newest = newest_claim(ledger)
-    if newest.signature is not None and key is None:
-        raise SignatureError(
-            f"reset of run {newest.run}", expected=f"a signature, as by key {newest.signature.key} before",
-            got="none", remedy="give the trainer's key with --signing-key: readers that pin keys refuse the claim else",
-        )  # fmt: skip
+    check_reset_key(ledger, newest, key)
     return claim_epoch(ledger, newest.run, f"reset-{default_writer()}"[:64], key, reset=True)
+
+
+def check_reset_key(ledger: Ledger, newest: Epoch, key: SigningKey | None) -> None:
+    """SignatureError if a run whose newest claim is signed would be reset by a key that signed no claim of it."""
+    if newest.signature is None or (key is not None and key.id in _signers(ledger)):
+        return
+    raise SignatureError(
+        f"reset of run {newest.run}", expected=f"a signature, as by key {newest.signature.key} before",
+        got="none" if key is None else f"key {key.id}, which signed no epoch of this run",
+        remedy="give the trainer's key with --signing-key: readers that pin keys refuse the claim else",
+    )  # fmt: skip
 
 
 def newest_claim(ledger: Ledger) -> Epoch:
@@ -95,6 +103,16 @@ def _is_reset(ledger: Ledger, epoch: int) -> bool:
         return ledger.epoch(epoch).reset
     except (FormatError, IntegrityError, NotFoundError):  # somebody's; whoever asks begins with an origin anyway
         return False
+
+
+def _signers(ledger: Ledger) -> set[str]:
+    """Ids of the keys that signed claims, as far as these can be read."""
+    found = set()
+    for epoch in ledger.epochs():
+        with contextlib.suppress(FormatError, IntegrityError, NotFoundError):
+            claim = ledger.epoch(epoch)
+            found |= {claim.signature.key} if claim.signature else set()
+    return found
 
 
 def _kept_run(ledger: Ledger, epochs: Sequence[int]) -> str | None:

@@ -121,8 +121,12 @@ class SigningKey:
 
 def _create(path: Path, data: bytes, mode: int) -> None:
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+    except OSError as error:
+        path.unlink()  # half a key is none, and would be in the way of the next try
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _read(path: Path, what: str) -> str:

@@ -52,6 +52,7 @@ from delta_sync.store.keys import (
     parse_epoch_key,
     parse_fold_key,
 )
+from delta_sync.strict_json import clip
 
 if TYPE_CHECKING:
     from delta_sync.store.cache import ObjectCache
@@ -97,6 +98,7 @@ class Ledger:
     ) -> None:
         self.store, self.limits, self.keys, self.acks, self._cache = store, limits, keys, acks or store, cache
         self._relist_seconds = relist_seconds
+        self._left_out: dict[str, str] = {}  # acknowledgements that were warned of
         self._listed: tuple[float, Head | None] = (-math.inf, None)  # when, and what HEAD said then
         self._seen: Manifest | None = None
         self._reader = ManifestReader(store, limits, keys)
@@ -289,7 +291,7 @@ class Ledger:
         self.acks.put(ack.key, ack.to_bytes())
 
     def acknowledgements(self) -> dict[str, Ack]:
-        """What each replica last said, by replica; unreadable ones are left out with a warning in the log."""
+        """What each replica last said, by replica; unreadable ones are left out with a warning in the log, once."""
         found = {}
         for info in self.acks.list(REPLICAS):
             try:
@@ -297,7 +299,9 @@ class Ledger:
                 expect(f"key of {info.key}", ack.key, info.key)
                 found[ack.replica] = ack
             except (FormatError, IntegrityError, NotFoundError) as error:
-                log.warning("left out an acknowledgement: %s", error)
+                if self._left_out.get(info.key) != str(error):
+                    self._left_out[info.key] = str(error)
+                    log.warning("left out acknowledgement %s: %s", clip(info.key), error)
         return found
 
     def epochs(self) -> list[int]:

@@ -110,7 +110,7 @@ def _anchor_time(ledger: Ledger, manifest: Manifest, listed: Mapping[str, int]) 
         for ref in record.objects if record else ():
             expect(f"size of {ref.key}", ref.size, listed.get(ref.key))
     except (FormatError, IntegrityError) as error:
-        log.warning("retention does not count an anchor: %s", error)
+        log.warning("retention does not count anchor %s: %s", key, error)
         return None
     return None if record is None else record.created_at
 

@@ -36,7 +36,7 @@ class Folds:
             try:
                 record = self._ledger.fold(manifest, ref.base_version)
             except (FormatError, IntegrityError) as error:
-                log.warning("left out a fold: %s", error)
+                log.warning("left out the fold from version %d to %d: %s", ref.base_version, ref.version, error)
                 continue
             if record is not None:
                 found.append(record)

@@ -36,6 +36,10 @@ def write_checkpoint(
                 shutil.copyfile(content, path)
             names.append(name)
         partial.rename(folder)
+    except OSError as error:
+        if error.filename:
+            raise
+        raise OSError(error.errno, error.strerror, str(folder)) from error  # a write does not know to what
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return sorted(names)

@@ -109,6 +109,13 @@ def _said(ledger: Ledger, record: FoldRecord, path: Path, *, dry_run: bool) -> R
     said = [f"{'would fold ' if dry_run else ''}{done} as one of {size(after)}"]
     if after > before:
         said.append("no smaller than the deltas: readers will go on taking those")
-    if path[-1].signature and not record.signature:
-        said.append("not signed, as the run is: replicas that pin keys leave it out; give --signing-key")
-    return Report(document, said, FINE)
+    return Report(document, [*said, *_left_out(path[-1], record)], FINE)
+
+
+def _left_out(manifest: Manifest, record: FoldRecord) -> list[str]:
+    """Why replicas that pin the run's key leave a fold out, if they do."""
+    wanted, got = manifest.signature, record.signature
+    if wanted is None or (got is not None and got.key == wanted.key):
+        return []
+    other = "not signed, as the run is" if got is None else f"not signed with the run's key {wanted.key}"
+    return [f"{other}: replicas that pin keys leave it out; give --signing-key"]

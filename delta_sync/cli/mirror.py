@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import threading
 import time
@@ -15,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from delta_sync.cli.mirror_look import look
-from delta_sync.cli.report import FINE, PROBLEM, UNREACHABLE, Report, Table, finish, many, printable, size
+from delta_sync.cli.report import FINE, PROBLEM, UNREACHABLE, Report, Table, as_text, finish, many, printable, size
 from delta_sync.cli.run import PublicKey, checked_uri
 from delta_sync.cli.timed_store import TimedStore
 from delta_sync.fan_out import Copying, Line, Options, fan_out
@@ -68,7 +67,7 @@ def mirror(
             copies = fan_out(store, {u: lambda u=u: TimedStore(u) for u in targets}, objects, options, stop)  # type: ignore[misc]
             return _report(source, _watch(copies, stop, _Shown(as_json) if not once else None), once)
 
-    finish(as_json and once, report)
+    finish(as_json, report)
 
 
 def _watch(copies: Sequence[Copying], stop: threading.Event, shown: _Shown | None) -> Lines:
@@ -97,7 +96,7 @@ class _Shown:
         for line in lines:
             if line != self._last.get(line.uri):
                 self._last[line.uri] = line
-                text = json.dumps(_document(line), ensure_ascii=False) if self._as_json else _sentence(line)
+                text = as_text(_document(line)) if self._as_json else _sentence(line)
                 typer.echo(text if self._as_json else printable(text))
 
 
@@ -116,7 +115,9 @@ def _document(line: Line) -> dict[str, Any]:
 
 
 def _report(source: str, lines: Lines, once: bool) -> Report:
-    document: dict[str, object] = {"source": shown_uri(source), "destinations": [_document(line) for line in lines]}
+    document: dict[str, object] = {}
+    if once:
+        document |= {"source": shown_uri(source), "destinations": [_document(line) for line in lines]}
     rows = [
         [shown_uri(line.uri), line.state, line.version or "-", line.newest or "-", line.objects, size(line.bytes)]
         for line in lines

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -30,7 +31,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """``document`` is what ``--json`` prints, ``parts`` what a person reads, ``exit_code`` what a script asks."""
+    """``document`` is what ``--json`` prints, ``parts`` what a person reads, ``exit_code`` what a script asks.
+
+    An empty document is not printed: all was said line by line before.
+    """
 
     document: dict[str, object]
     parts: Sequence[Table | str] = ()
@@ -46,16 +50,27 @@ def finish(as_json: bool, make: Callable[[], Report]) -> None:
         report = _failed(error, exit_code_of(error))
     except OSError as error:  # a local file or folder that the user named
         report = _failed(error, PROBLEM)
-    if as_json:
-        typer.echo(json.dumps(report.document, indent=2, ensure_ascii=False))
-    else:
-        for number, part in enumerate(report.parts):
-            if number and isinstance(part, Table):
-                typer.echo()
-            _print(part)
+    try:
+        _show(report, as_json)
+        sys.stdout.flush()
+    except OSError as error:
+        # Nothing more can be said there, and what is still buffered must not fail again at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # who closed a pipe has read enough: what was found stays so
+            report = _failed(OSError(error.errno, error.strerror, "standard output"), PROBLEM)
     for line in report.errors:
         typer.echo(f"delta-sync: {printable(line)}", err=True)
     raise typer.Exit(report.exit_code)
+
+
+def as_text(document: Mapping[str, object], indent: int | None = None) -> str:
+    """JSON in ASCII: neither a terminal nor its encoding can stumble over what a bucket holds."""
+    return json.dumps(document, indent=indent)
+
+
+def error_document(kind: str, message: str) -> dict[str, object]:
+    """What ``--json`` prints where there is nothing to report."""
+    return {"error": {"kind": kind, "message": message}}
 
 
 def exit_code_of(error: DeltaSyncError) -> int:
@@ -65,8 +80,21 @@ def exit_code_of(error: DeltaSyncError) -> int:
 
 
 def _failed(error: DeltaSyncError | OSError, code: int) -> Report:
-    document: dict[str, object] = {"error": {"kind": type(error).__name__, "message": str(error)}}
-    return Report(document, exit_code=code, errors=[str(error)])
+    message = str(error)
+    if isinstance(error, OSError) and error.strerror:  # without "[Errno 28]"
+        message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return Report(error_document(type(error).__name__, message), exit_code=code, errors=[message])
+
+
+def _show(report: Report, as_json: bool) -> None:
+    if as_json:
+        if report.document:
+            typer.echo(as_text(report.document, None if "error" in report.document else 2))
+        return
+    for number, part in enumerate(report.parts):
+        if number and isinstance(part, Table):
+            typer.echo()
+        _print(part)
 
 
 def printable(value: object) -> str:
@@ -149,5 +177,6 @@ def age(seconds: float) -> str:
     """Time gone by, for people: ``8s``, ``3m``, ``5.2h``, ``2.0d``; a clock that is behind gives a negative one."""
     for unit, length, digits in (("d", 86400.0, 1), ("h", 3600.0, 1), ("m", 60.0, 0)):
         if abs(seconds) >= length:
-            return f"{seconds / length:.{digits}f}{unit}"
+            value = seconds / length
+            return f"{value:.{digits}f}{unit}" if abs(value) < 1e6 else f"{value:.0e}{unit}"
     return f"{seconds:.0f}s"

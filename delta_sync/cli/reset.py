@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from delta_sync.claims import claim_reset, newest_claim, reset_pending
+from delta_sync.claims import check_reset_key, claim_reset, newest_claim, reset_pending
 from delta_sync.cli.report import FINE, AsJson, Report, age, finish
 from delta_sync.cli.run import DAMAGE, PublicKey, checked_uri, open_ledger
 from delta_sync.ledger import Ledger
@@ -42,6 +42,8 @@ def _report(ledger: Ledger, signing_key: str | None, *, dry_run: bool, yes: bool
     after = f"version {head.version}" if head else "a version that cannot be read"
     what = f"run {claim.run} after {after}: the next version is an origin with complete weights"
     done = not (dry_run or pending)
+    if done:
+        check_reset_key(ledger, claim, key)  # before somebody is asked
     if done and not yes:
         typer.confirm(
             f"{what}; {claim.writer} of epoch {claim.epoch} may be at work. Forget the chain?", abort=True, err=True

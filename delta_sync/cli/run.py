@@ -75,6 +75,11 @@ def newest(ledger: Ledger) -> Manifest:
 def version_of(ledger: Ledger, version: int | None) -> Manifest:
     """One version on the newest one's chain, None for the newest; ChainError."""
     head = newest(ledger)
+    if version is not None and version > head.version:
+        raise ChainError(
+            f"version {version} of {ledger.store.uri}", expected=f"at most {head.version}, the newest",
+            got="a later one", remedy="`delta-sync ledger` lists what is there",
+        )  # fmt: skip
     return head if version is None else ledger.manifest(version)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from rich.text import Text
 
 from delta_sync.cli.changes import Changes, sentence
 from delta_sync.cli.ledger import headline
-from delta_sync.cli.report import FINE, PROBLEM, exit_code_of, printable, rich_table
+from delta_sync.cli.report import FINE, PROBLEM, as_text, error_document, exit_code_of, printable, rich_table
 from delta_sync.cli.run import AckUri, PublicKey, checked_uri, open_ledger
 from delta_sync.cli.run_tables import replicas_table, versions_table
 from delta_sync.cli.view import RunView
@@ -51,6 +50,8 @@ def watch(
             with Live(Text(f"looking at {view.ledger.store.uri}"), auto_refresh=False) as live:
                 code = _follow(view, _screen(live), deadline, interval)
     except DeltaSyncError as error:  # before the first look: the store cannot even be opened
+        if as_json:
+            typer.echo(as_text(error_document(type(error).__name__, str(error))))
         typer.echo(f"delta-sync: {printable(error)}", err=True)
         code = exit_code_of(error)
     raise typer.Exit(code)
@@ -90,7 +91,7 @@ def _lines(as_json: bool) -> Show:
             events.append({"event": "error" if failed else "recovered", "kind": kind, "message": message})
             said[0] = problem
         for event in events:
-            typer.echo(json.dumps(event, ensure_ascii=False) if as_json else printable(sentence(event)))
+            typer.echo(as_text(event) if as_json else printable(sentence(event)))
         sys.stdout.flush()
 
     return show

@@ -16,6 +16,7 @@ from delta_sync.store.object_client import OWN, check_installed, split_uri
 
 OBJECT_STORES = ("s3", "gs", "az")
 EXPECTED = f"a path, file:///path, s3://, gs:// or az:// with bucket/prefix, {HUB_EXPECTED} or memory://name"
+_TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")  # of the Hub, wherever somebody put it
 _WITH_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:/*)(.*)", re.DOTALL)
 
 
@@ -92,7 +93,7 @@ def shown_uri(uri: str) -> str:
 
 
 def redact_uri(uri: str) -> str:
-    """The URI without user, password, query and fragment, fit for logs and status pages."""
+    """The URI without user, password, token, query and fragment, fit for logs and status pages."""
     found = _WITH_SCHEME.fullmatch(uri)
     if found is None:
         return uri
@@ -100,4 +101,4 @@ def redact_uri(uri: str) -> str:
     user, at, after = rest.rpartition("@")  # the last: a password that was not quoted may hold any sign
     if at and (":" in user or "/" not in user):
         rest = after
-    return scheme + re.split(r"[?#]", rest, maxsplit=1)[0]
+    return scheme + _TOKEN.sub("hf_…", re.split(r"[?#]", rest, maxsplit=1)[0])

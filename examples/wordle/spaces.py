@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx2
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
@@ -216,7 +217,7 @@ def wait(api: HfApi, space: Space, deadline: float, say: Callable[[str], None]) 
 def _log(api: HfApi, repo: str, stage: str) -> str:
     try:
         lines = list(api.fetch_space_logs(repo, build=stage != "RUNTIME_ERROR"))
-    except (HfHubHTTPError, OSError) as error:
+    except (httpx2.HTTPError, OSError) as error:  # the Hub's own, too
         return f"(not to be had: {type(error).__name__}; try `hf spaces logs {repo}`)"
     return "\n".join("".join(lines).splitlines()[-LOG_LINES:])
 
@@ -255,7 +256,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Exit code 0: done; 1: failed; 2: not confirmed."""
+    """Exit code 0: done; 1: failed; 2: not confirmed; 130: stopped by Ctrl-C."""
     args = parse_args(words)
     say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731  # stdout is the training command alone
     try:
@@ -277,7 +278,19 @@ def main(words: list[str] | None = None) -> int:
     except HfHubHTTPError as error:
         say(f"failed: {_of_the_hub(error)}")
         return 1
+    except (httpx2.HTTPError, OSError) as error:
+        say(f"failed: {type(error).__name__}: {error}. Remedy: {_of_the_way(error)}")
+        return 1
+    except KeyboardInterrupt:
+        say("stopped; what was done stays: run this again to go on")
+        return 130
     return 0
+
+
+def _of_the_way(error: Exception) -> str:
+    if isinstance(error, httpx2.HTTPError):
+        return "is the network up, and HF_ENDPOINT right? What was done stays: run this again to go on"
+    return "see that this file may be read and written, or name another with --keys"
 
 
 def _of_the_hub(error: HfHubHTTPError) -> str:

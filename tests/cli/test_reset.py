@@ -91,6 +91,13 @@ def test_a_signed_run_is_reset_with_its_key_alone(tmp_path, as_json, cli):
     run = Run(tmp_path / "signed", key=key)
     code, found = as_json("reset", run.uri, "--yes")
     assert (code, found["error"]["kind"]) == (1, "SignatureError")
+    generate_signing_key().save(tmp_path / "other.key")
+    code, found = as_json("reset", run.uri, "--yes", "--signing-key", tmp_path / "other.key")
+    assert (code, found["error"]["kind"]) == (1, "SignatureError")
+    assert "which signed no epoch of this run" in found["error"]["message"]
+    code, out, _ = cli("compact", run.uri, "--dry-run", "--signing-key", tmp_path / "other.key")
+    assert code == 0
+    assert f"not signed with the run's key {key.id}" in out
     code, found = as_json("reset", run.uri, "--yes", "--signing-key", tmp_path / "run.key")
     assert (code, found["epoch"]) == (0, 2)
     claim = Epoch.from_bytes((run.folder / "epochs/000002.json").read_bytes())

@@ -128,7 +128,7 @@ def test_a_damaged_record_is_as_good_as_none(run, wrong, caplog):
     other = "other" if wrong == "run" else "0" * 64
     run.store.put(key, b"{" if wrong == "bytes" else replace(record, **{wrong: other}).to_bytes())
     plan = Ledger(run.store).plan(at(versions[0]), None)
-    assert steps(plan) == [(1, 2), (2, 3), (3, 4)] and "left out a fold" in caplog.text
+    assert steps(plan) == [(1, 2), (2, 3), (3, 4)] and "left out the fold from" in caplog.text
     run.check(plan, run.bits[versions[0].sha256])
 
 

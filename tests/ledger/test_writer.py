@@ -355,7 +355,7 @@ def test_acknowledgements(store, caplog):
     store.put("replicas/other.json", live.to_bytes())
     found = ledger.acknowledgements()
     assert found == {"replica-0": replace(live, version=4), "replica-1": refused, "replica-2": waiting}
-    assert caplog.text.count("left out an acknowledgement") == 2
+    assert caplog.text.count("left out acknowledgement") == 2
 
 
 def test_opening_continues_the_epochs(store):

@@ -156,3 +156,18 @@ def test_what_the_account_may_not_do_is_said_with_a_remedy(hub, spaces, tmp_path
     done = spaces(*words, token=token)
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "keys.env").exists()  # the next run makes keys anew, and sets them in both Spaces
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "said"),
+    [
+        ([], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "is the network up, and HF_ENDPOINT right?"),
+        (["--keys", "/dev/null/keys.env"], {}, "name another with --keys"),
+    ],
+)
+def test_a_hub_out_of_reach_or_a_file_that_cannot_be_is_one_line(spaces, words, more, said):
+    done = spaces(*words, **more)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert said in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert WRITE_TOKEN not in done.stderr

@@ -90,6 +90,7 @@ SECRETS = {
     "s3://user:sec/ret@bucket/run": "s3://bucket/run",
     "s3://user:sec?ret#@secret@bucket/run": "s3://bucket/run",
     "http://user:secret@gpu:8000": "http://gpu:8000",
+    "hf://buckets/hf_secret56789012345678901@org/name": "hf://buckets/hf_…@org/name",
 }
 
 

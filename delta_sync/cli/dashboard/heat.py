@@ -135,8 +135,10 @@ def kind_of(tensor: str) -> str:
     return re.sub(r"(?<=\.)[0-9]+(?=\.|$)", "*", name).removesuffix(".weight")
 
 
-def _natural(name: str) -> list[tuple[int, int | str]]:
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"([0-9]+)", name) if part]
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Numbers by size, that is by length and then digits, before texts."""
+    parts = (part.lstrip("0") if part[0] in "0123456789" else part for part in re.split(r"([0-9]+)", name) if part)
+    return [(len(part), part) if not part or part[0] in "0123456789" else (1 << 32, part) for part in parts]
 
 
 def _round(share: float) -> float:

@@ -82,7 +82,11 @@ class LiveRun:
         budget = FIRST
         while not self._stop.is_set():
             began = time.monotonic()
-            busy = self._look_once(budget)
+            try:
+                busy = self._look_once(budget)
+            except Exception as error:  # noqa: BLE001 - a page must not stand still without a word
+                busy = False
+                self._publish(DeltaSyncError(f"look at {self._look.uri}", expected="rows", got=repr(error)))
             budget = BUDGET
             idle = not self._pages and time.monotonic() - self._asked > UNWATCHED
             interval = UNWATCHED if idle else self._interval
@@ -99,7 +103,8 @@ class LiveRun:
             failed = error
         self._times.take(view.replicas)
         self._publish(failed)  # before heads are read: the first paint should not wait for them
-        wanted = {row["manifest"]: row for window in self._windows for row in self._columns(window)}
+        # A page may ask for one more window meanwhile.
+        wanted = {row["manifest"]: row for window in tuple(self._windows) for row in self._columns(window)}
         newest_first = sorted(wanted.values(), key=lambda row: row["version"], reverse=True)
         read, missing = self._heat.fill([(row, view.objects(row)) for row in newest_first], budget)
         if read:

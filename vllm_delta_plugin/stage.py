@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from delta_sync.tensor_delta import TensorDelta
+from vllm_delta_plugin.adapter_slot import AdapterSlot, AdapterSwap, no_lora
 from vllm_delta_plugin.anchor_diff import stage_anchor
 from vllm_delta_plugin.background import Job
 from vllm_delta_plugin.base_bits import AnchorBits, Start, live_bits
@@ -39,6 +40,7 @@ class Rank:
     device: Device
     only_rank: bool
     limit: int | None = None
+    slot: AdapterSlot | None = None  # where the engine serves LoRA adapters
 
     @property
     def stage_bytes(self) -> int:
@@ -60,7 +62,19 @@ def stage(job: Job[Staged], rank: Rank, ledger: Ledger, plan: Plan) -> Staged:
             else:
                 builder.add_deltas(folded)
     job.check()
-    return Staged(plan.target.version, rank.device.prepare(builder), builder.parts, builder.changed)
+    swap = _with_adapter(rank, ledger, plan, rank.device.prepare(builder))
+    return Staged(plan.target.version, swap, builder.parts, builder.changed)
+
+
+def _with_adapter(rank: Rank, ledger: Ledger, plan: Plan, weights: Swap) -> Swap:
+    """The target's adapter, or none, comes with its weights."""
+    target = plan.target
+    if rank.slot is None:
+        if target.kind == "adapter":
+            raise no_lora(target)
+        return weights
+    adapter = rank.slot.prepare(ledger, target) if target.kind == "adapter" else rank.slot.nothing()
+    return AdapterSwap(weights, rank.slot, adapter)
 
 
 class _Early:

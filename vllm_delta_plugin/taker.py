@@ -27,7 +27,7 @@ class Taker:
         """
         if self._live.lost:
             self._load(plan)
-        elif plan.start != "anchor" and not plan.deltas:
+        elif plan.start != "anchor" and not plan.deltas and not self._live.changes_adapter(plan):
             self._adopt(plan)
         else:
             self._stage(plan)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from delta_sync.errors import MappingError
 from trl_callback.adapter_chain import AdapterChain
 from trl_callback.adapter_image import AdapterImage
+from trl_callback.chain import Chain
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.metrics import Metrics
 from trl_callback.serving_image import ServingImage
@@ -44,6 +45,11 @@ class AdapterSession(Session):
         base, adapter = FrozenWeights(ServingImage(subject.model, dtypes, merge=False)), Snapshot(image)
         make = partial(AdapterChain, adapter=adapter, settings=image.config)
         self._start(subject, server, base, make, published=adapter)
+
+    def _want_first_anchor(self, chain: Chain, snapshot: Snapshot, live: ServerStatus | None) -> None:
+        """None where an anchor of this very base leads to our first version."""
+        if not (isinstance(chain, AdapterChain) and chain.has_anchor()):
+            super()._want_first_anchor(chain, snapshot, live)
 
 
 def check_serves(image: AdapterImage, live: ServerStatus, url: str) -> None:

@@ -124,14 +124,14 @@ class Chain:
         return self._published[-1]
 
     @property
-    def first_version(self) -> int:
-        """The first version of this epoch."""
-        return self._published[0].version
+    def goes_on(self) -> bool:
+        """Whether there were versions before this epoch's."""
+        return self._published[0].version > 1
 
     @property
     def _anchored_or_first(self) -> int:
         """The newest version with complete weights in the bucket, else this epoch's first version."""
-        return self.first_version if self._anchored is None else self._anchored
+        return self._published[0].version if self._anchored is None else self._anchored
 
     def covering(self, step: int) -> Published | None:
         """The first version that covers ``step``, None while there is none."""

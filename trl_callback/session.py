@@ -124,7 +124,7 @@ class Session:
         a server that restarts could not get from the chain before this origin to the one after it."""
         state = snapshot.digest_with({})
         same = live is not None and (live.state_digest, live.model_fingerprint) == (state, snapshot.fingerprint)
-        continues = chain.first_version > 1 and (chain.previous is None or chain.previous.state_digest != state)
+        continues = chain.goes_on and (chain.previous is None or chain.previous.state_digest != state)
         if not same or continues or chain.after_reset:
             self._publisher.want_anchor(urgent=not same or chain.after_reset)
 

@@ -289,7 +289,7 @@ def _check_kind(fields: Fields, manifest: Manifest) -> None:
     elif manifest.base_version != manifest.version - 1 or manifest.version == 1:
         fields.fail(
             "base_version",
-            f"the version before {manifest.version}, and a {manifest.kind} is never version 1",
+            f"the version before {manifest.version}, and only an origin is version 1",
             manifest.base_version,
         )
     if manifest.kind == "adapter" and (len(manifest.objects) != 1 or not manifest.tensors or manifest.codec):

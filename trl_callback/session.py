@@ -34,7 +34,7 @@ from trl_callback.trust import check_trusted
 
 logger = logging.getLogger(__name__)
 Interval = tuple[float, float]  # unix seconds
-DELTA_BYTES = 1.6  # that a changed element of a merged delta takes: docs/TRAINER.md
+DELTA_BYTES = 1.3  # that a changed element of a merged delta takes, about: docs/TRAINER.md, "Which is smaller"
 
 
 @dataclass(frozen=True)

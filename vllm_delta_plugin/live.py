@@ -110,10 +110,13 @@ class Live:
         """Stage and prove a plan in the background; see Stager.stage."""
         return self._stager.stage(plan, self._layout, self._sums)
 
-    def changes_adapter(self, plan: Plan) -> bool:
-        """Whether the plan's target is served with another adapter than the one that is loaded, or with none."""
+    def check(self, plan: Plan) -> None:
+        """MappingError if the plan's target is an adapter and this engine serves none: before anything is touched."""
         if plan.target.kind == "adapter" and self.lora is None:
             raise no_lora(plan.target)
+
+    def changes_adapter(self, plan: Plan) -> bool:
+        """Whether the plan's target is served with another adapter than the one that is loaded, or with none."""
         return adapter_of(plan.target) != self._adapter
 
     def drop(self) -> None:

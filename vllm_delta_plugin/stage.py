@@ -50,6 +50,7 @@ class Rank:
 
 def stage(job: Job[Staged], rank: Rank, ledger: Ledger, plan: Plan) -> Staged:
     """Prepare ``plan`` without touching live weights; any error of delta_sync, Cancelled if dropped meanwhile."""
+    adapted = _with_adapter(rank, ledger, plan)  # first: what does not fit is refused before an anchor is read
     limit = rank.stage_bytes
     early = _Early(rank, limit, wanted=plan.start in ("position", "live") and len(plan.deltas) == 1)
     with rank.device.reading():
@@ -62,19 +63,19 @@ def stage(job: Job[Staged], rank: Rank, ledger: Ledger, plan: Plan) -> Staged:
             else:
                 builder.add_deltas(folded)
     job.check()
-    swap = _with_adapter(rank, ledger, plan, rank.device.prepare(builder))
+    swap = adapted(rank.device.prepare(builder))
     return Staged(plan.target.version, swap, builder.parts, builder.changed)
 
 
-def _with_adapter(rank: Rank, ledger: Ledger, plan: Plan, weights: Swap) -> Swap:
-    """The target's adapter, or none, comes with its weights."""
-    target = plan.target
-    if rank.slot is None:
+def _with_adapter(rank: Rank, ledger: Ledger, plan: Plan) -> Callable[[Swap], Swap]:
+    """What makes of staged weights the same with the target's adapter over them, or with none."""
+    slot, target = rank.slot, plan.target
+    if slot is None:
         if target.kind == "adapter":
             raise no_lora(target)
-        return weights
-    adapter = rank.slot.prepare(ledger, target) if target.kind == "adapter" else rank.slot.nothing()
-    return AdapterSwap(weights, rank.slot, adapter)
+        return lambda weights: weights
+    adapter = slot.prepare(ledger, target) if target.kind == "adapter" else slot.nothing()
+    return lambda weights: AdapterSwap(weights, slot, adapter)
 
 
 class _Early:

@@ -177,12 +177,12 @@ def test_no_version_reuses_anothers_cache(world: World) -> None:
 
 def test_requests_in_flight_go_on_and_say_which_tokens_are_whose(world: World) -> None:
     version = int(world.server.status()["version"])
-    stream = open_stream(world.server, PROMPT[:30], 1500)
+    stream = open_stream(world.server, PROMPT[:30], 800)
     stream.wait_tokens(20)
     world.step()
     stream.join()
     spans = stream.usage["delta_sync"]["choices"][0]
-    assert (stream.error, stream.tokens) == (None, 1500)
+    assert (stream.error, stream.tokens) == (None, 800)
     assert [span["version"] for span in spans] == [version, version + 1]
 
 
@@ -202,6 +202,7 @@ def test_a_hundred_versions_leave_nothing_behind(world: World) -> None:
     assert world.tokens() == theirs(world, "hundred")
 
 
+@pytest.mark.long
 def test_a_restarted_server_and_a_late_one_serve_the_newest_adapter(world: World) -> None:
     before = world.tokens()
     world.server.stop()

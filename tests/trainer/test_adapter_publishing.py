@@ -14,6 +14,7 @@ import grpo
 import pytest
 import tiny
 import torch
+from several_ranks import run_ranks
 from stand_in_replica import StandInReplica
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from typer.testing import CliRunner
@@ -281,3 +282,19 @@ def test_what_a_version_costs_either_way_is_said_at_the_start(tmp_path: Path, ca
     assert f"an adapter is {2 * adapter / 1e6:.3g} MB a version" in caplog.text
     assert 2 * adapter < sizes["adapter"] < 2 * adapter + 4096, "tensors and a header"
     assert 0 < sizes["merged"] < 2 * weights
+
+
+def test_ranks_that_hold_the_adapter_whole_publish_it_once(tmp_path: Path) -> None:
+    uri = str(tmp_path / "run")
+    said = run_ranks(2, "adapter_ranks_child.py", {"folder": str(tmp_path), "uri": uri, "fails_at": "nowhere"})
+    assert said == ["rank 0 trained 3", "rank 1 trained 3"]
+    newest, final = bucket.newest(uri), torch.load(tmp_path / "final.pt")
+    expected = {name: tensor.view(torch.int16).numpy().tobytes() for name, tensor in final.items()}
+    assert (newest.epoch, newest.steps[1], published(uri, newest)) == (1, 3, expected)
+
+
+def test_what_stops_rank_zero_stops_all(tmp_path: Path) -> None:
+    said = {"folder": str(tmp_path), "uri": str(tmp_path / "run"), "fails_at": "step"}
+    first, second = run_ranks(2, "adapter_ranks_child.py", said)
+    assert first.startswith("rank 0 raised StoreError: injected")
+    assert "a failure on rank 0: StoreError: injected" in second

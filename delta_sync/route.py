@@ -72,9 +72,8 @@ def route(folds: Folds, start: str, walked: Sequence[Manifest]) -> list[Step] | 
 
 
 def _plus(cost: tuple[int, int], step: Step) -> tuple[int, int]:
-    objects = (
-        step.objects if not (isinstance(step, Manifest) and step.kind == "adapter") else ()
-    )  # only the last is read
+    passed = isinstance(step, Manifest) and step.kind == "adapter"  # of adapters only the target's is read
+    objects = () if passed else step.objects
     return cost[0] + sum(ref.size for ref in objects), cost[1] + len(objects)
 
 

@@ -16,12 +16,8 @@ from vllm_delta_plugin.regions import Region, by_tensor, make_region, overlappin
 from vllm_delta_plugin.trace import Copy, Trace
 
 Place = tuple[object, ...]  # storage, address, shape, strides, dtype, device
-_NOT_WEIGHTS = {
-    "kv_cache",
-    "lora_a_stacked",
-    "lora_a_stacked_2d",
-    "lora_b_stacked",
-}  # what vLLM hangs on modules after loading
+_ADAPTERS = {"lora_a_stacked", "lora_a_stacked_2d", "lora_b_stacked"}
+_NOT_WEIGHTS = {"kv_cache", *_ADAPTERS}  # what vLLM hangs on modules after loading
 _MIN_DERIVED = 64  # smallest new tensor that can be a copy of weights rather than a scale or a flag
 
 

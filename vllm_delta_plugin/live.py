@@ -212,9 +212,9 @@ def _cache_that_remains(plan: Plan, serves: Manifest | None) -> PromptCache:
 
     Nor one of several adapters on the way, of which the plan knows the last alone.
     """
-    if plan.target.kind == "adapter" and not plan.deltas:
+    if plan.target.kind == "adapter":
         follows = plan.start == "position" and serves is not None and plan.target.parent == serves.sha256
-        return plan.target.prompt_cache if follows else "none"
+        return plan.target.prompt_cache if follows and not plan.deltas else "none"
     manifests = [step for step in plan.deltas if isinstance(step, Manifest)]
     if plan.start in ("anchor", "back") or len(manifests) < len(plan.deltas):
         return "none"

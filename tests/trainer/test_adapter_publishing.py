@@ -224,6 +224,14 @@ def test_a_base_that_is_trained_or_merged_into_is_refused() -> None:
         list(image)
 
 
+def test_an_adapter_added_by_transformers_has_pefts_names() -> None:
+    model = tiny.llama()
+    model.add_adapter(lora())
+    image = AdapterImage(model, "BF16")
+    assert {tensor.name for tensor in image} == saved(peft.get_peft_model(tiny.llama(), lora())).keys()
+    assert (image.config.r, image.config.target_modules) == (4, ("down_proj", "q_proj"))
+
+
 def test_a_quantised_base_is_refused_by_name() -> None:
     model = peft.get_peft_model(tiny.llama(), lora())
     weight = model.get_base_model().model.layers[0].mlp.up_proj.weight

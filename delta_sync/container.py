@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from delta_sync.errors import FormatError
 from delta_sync.limits import Limits
+
+if TYPE_CHECKING:
+    from delta_sync.anchor_files import Tensor
 
 _LENGTH_BYTES = 8
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -31,6 +34,19 @@ def write_container(metadata: Mapping[str, str], streams: Mapping[str, bytes]) -
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)
     return b"".join([len(text).to_bytes(_LENGTH_BYTES, "little"), text, *streams.values()])
+
+
+def write_tensors(metadata: Mapping[str, str], tensors: Iterable[Tensor]) -> bytes:
+    """One safetensors file of (name, dtype, shape, bits ``[n]``), in the given order; FormatError as above."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    parts, at = list[bytes](), 0
+    for name, kind, shape, bits in tensors:
+        parts.append(bits.tobytes())
+        header[name] = {"dtype": kind.name, "shape": list(shape), "data_offsets": [at, at := at + len(parts[-1])]}
+    _metadata(header["__metadata__"])
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return b"".join([len(text).to_bytes(_LENGTH_BYTES, "little"), text, *parts])
 
 
 def read_container(data: bytes | memoryview, limits: Limits) -> tuple[dict[str, str], dict[str, memoryview]]:

@@ -17,7 +17,7 @@ from delta_sync.signing import Signable, Signature, read_signature, record_json
 from delta_sync.store.keys import MAX_EPOCH, MAX_VERSION, anchor_folder, check_key, fold_folder, manifest_key
 from delta_sync.strict_json import HEX16, MAX_EXACT, Fields, clip, dumps, loads
 
-Kind = Literal["origin", "delta"]
+Kind = Literal["origin", "delta", "adapter"]
 PromptCache = Literal["all", "new_session", "none"]
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # would make the digests' lines ambiguous
@@ -47,6 +47,8 @@ class Manifest(Signable):
 
     An *origin* starts a chain: no base, no objects, ``tensors`` lists every tensor.
     A *delta* changes ``base_version`` by its ``objects``; ``tensors`` lists only the tensors it touches.
+    An *adapter* leaves the weights of ``base_version`` as they are and is served over them: its one object is a whole
+    LoRA adapter, ``tensors`` lists that adapter's tensors, and the digests are still those of the weights below.
     Complete weights are never part of a manifest: an AnchorRecord attaches them to a version.
     """
 
@@ -253,7 +255,7 @@ def _read_manifest(data: bytes, limits: Limits) -> Manifest:
         epoch=fields.integer("epoch", 1, MAX_EPOCH),
         writer=fields.name("writer"),
         version=fields.integer("version", 1, MAX_VERSION),
-        kind=cast(Kind, fields.choice("kind", ("origin", "delta"))),
+        kind=cast(Kind, fields.choice("kind", ("origin", "delta", "adapter"))),
         base_version=fields.optional("base_version", lambda name: fields.integer(name, 1, MAX_VERSION)),
         parent=fields.optional("parent", fields.sha256),
         steps=_steps(fields),
@@ -287,9 +289,12 @@ def _check_kind(fields: Fields, manifest: Manifest) -> None:
     elif manifest.base_version != manifest.version - 1 or manifest.version == 1:
         fields.fail(
             "base_version",
-            f"the version before {manifest.version}, and a delta is never version 1",
+            f"the version before {manifest.version}, and only an origin is version 1",
             manifest.base_version,
         )
+    if manifest.kind == "adapter" and (len(manifest.objects) != 1 or not manifest.tensors or manifest.codec):
+        got = f"{len(manifest.objects)} objects, {len(manifest.tensors)} tensors, codec {manifest.codec}"
+        fields.fail("objects", "one, an adapter's, with its tensors and no codec", got)
     if manifest.changed_elements > manifest.total_elements:
         fields.fail(
             "changed_elements", f"at most total_elements = {manifest.total_elements}", manifest.changed_elements

@@ -27,7 +27,8 @@ class Plan:
     ``start``: "position" (the bits the replica serves as of its position), "live" (those bits are some version's,
     proven by their state digest), "anchor" (complete weights of ``anchor``, taken first) or "back" (the bits at the end
     of ``deltas``, which are undone).
-    ``tensors``: every tensor that anchor and deltas touch, with its state at ``target``.
+    ``tensors``: every tensor that anchor and deltas touch, with its state at ``target``. Where ``target`` is an adapter
+    these lead to the weights below it; its own object comes on top, and those of adapters before it are not needed.
     """
 
     target: Manifest

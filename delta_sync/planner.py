@@ -81,7 +81,7 @@ class _Search:
         steps = route(self.folds, begin, walked[::-1])
         if steps is None:
             return None
-        deltas = tuple(step for step in steps if not (isinstance(step, Manifest) and step.kind == "origin"))
+        deltas = tuple(step for step in steps if not (isinstance(step, Manifest) and step.kind != "delta"))
         tensors: dict[str, TensorState] = dict(anchor.tensors) if anchor else {}
         for step in deltas:
             tensors.update(step.tensors)
@@ -105,7 +105,7 @@ def downwards(ledger: Ledger, head: Manifest, damage: list[DeltaSyncError]) -> I
         try:
             parent = ledger.parent(manifest)
         except _DAMAGE as error:
-            if manifest.kind == "delta":  # an origin needs no parent
+            if manifest.kind != "origin":  # an origin needs no parent
                 damage.append(error)
             return
         if parent is None or (manifest.kind == "origin" and not _same_bits(manifest, parent)):

@@ -13,6 +13,7 @@ from delta_sync.manifest import Manifest
 from delta_sync.manifest_reader import expect
 from delta_sync.store.base import Store
 from delta_sync.store.keys import (
+    ADAPTERS,
     ANCHORS,
     DELTAS,
     FOLDS,
@@ -49,11 +50,11 @@ def find_trim(ledger: Ledger, keep: int, grace: float = DEFAULT_GRACE, *, now: f
 
     Stays too: what a replica that was heard of within a day needs on from the version that it acknowledged, and what
     became superfluous less than ``grace`` seconds ago by an anchor's ``created_at`` and this machine's clock (``now``).
-    Costs four listings, a read for each version that stays, and a look at each orphan. StoreError; FormatError or
+    Costs five listings, a read for each version that stays, and a look at each orphan. StoreError; FormatError or
     IntegrityError where damage hides what is needed.
     """
     now = time.time() if now is None else now
-    folders = (DELTAS, ANCHORS, FOLDS, MANIFESTS)
+    folders = (DELTAS, ADAPTERS, ANCHORS, FOLDS, MANIFESTS)
     listed = {info.key: info.size for folder in folders for info in ledger.store.list(folder)}
     head = ledger.head()
     if head is None:
@@ -142,7 +143,7 @@ def _orphaned_deltas(listed: Iterable[str], kept: _Kept, before: float) -> list[
     written = {(name.version, name.epoch) for key in listed if (name := parse_manifest_key(key))}
     found = []
     for key in listed:
-        place = parse_attached_key(key) if key.startswith(DELTAS) else None
+        place = parse_attached_key(key) if key.startswith((DELTAS, ADAPTERS)) else None
         version = kept.versions.get(place[0]) if place else None
         if version is None or version.created_at > before:
             continue

@@ -61,7 +61,7 @@ def route(folds: Folds, start: str, walked: Sequence[Manifest]) -> list[Step] | 
     ahead = [manifest for manifest in walked if manifest.sha256 != start]
     for manifest in ahead:
         steps: list[tuple[str, Step]] = []
-        if manifest.parent and (manifest.kind == "delta" or manifest.parent in among):
+        if manifest.parent and (manifest.kind != "origin" or manifest.parent in among):
             steps.append((manifest.parent, manifest))
         if len(ahead) > 1 or manifest.parent not in best:
             steps += ((record.base_manifest, record) for record in folds.leading_to(manifest))
@@ -72,7 +72,9 @@ def route(folds: Folds, start: str, walked: Sequence[Manifest]) -> list[Step] | 
 
 
 def _plus(cost: tuple[int, int], step: Step) -> tuple[int, int]:
-    return cost[0] + sum(ref.size for ref in step.objects), cost[1] + len(step.objects)
+    passed = isinstance(step, Manifest) and step.kind == "adapter"  # of adapters only the target's is read
+    objects = () if passed else step.objects
+    return cost[0] + sum(ref.size for ref in objects), cost[1] + len(objects)
 
 
 def _back(best: dict[str, _Reached], end: str) -> list[Step] | None:

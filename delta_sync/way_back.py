@@ -25,12 +25,13 @@ def plan_back(ledger: Ledger, target: Manifest, position: Position) -> Plan:
         raise _no_way(target, position, f"version {between[-1].version} is another chain's")
     path = between[-2::-1]
     for manifest in path:
-        if manifest.kind != "delta":
+        if manifest.kind == "origin":
             raise _no_way(target, position, f"version {manifest.version} starts a chain")
         if manifest.codec == CONTEXT_CODEC:
             raise _no_way(target, position, f"version {manifest.version} is coded against the bits before it")
-    touched = {name for manifest in path for name in manifest.tensors}
-    return Plan(target, "back", None, tuple(path), _states(ledger, target, touched))
+    deltas = tuple(manifest for manifest in path if manifest.kind == "delta")
+    touched = {name for manifest in deltas for name in manifest.tensors}
+    return Plan(target, "back", None, deltas, _states(ledger, target, touched))
 
 
 def _states(ledger: Ledger, target: Manifest, names: set[str]) -> dict[str, TensorState]:

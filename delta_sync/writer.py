@@ -36,7 +36,7 @@ from delta_sync.plan import Position
 from delta_sync.records import RECORD_BYTES, Epoch, Head
 from delta_sync.signing import sign
 from delta_sync.store.base import Store
-from delta_sync.store.keys import HEAD, delta_key, manifest_prefix, parse_manifest_key
+from delta_sync.store.keys import HEAD, adapter_key, delta_key, manifest_prefix, parse_manifest_key
 
 if TYPE_CHECKING:
     from delta_sync.keys import SigningKey
@@ -125,17 +125,23 @@ class Writer:
     ) -> Manifest:
         """Make one version durable and visible: objects first, then the manifest, then the HEAD hint.
 
-        ``tensors``: state after this version of every tensor (origin) or of those that ``objects`` touch (delta).
+        ``tensors``: state after this version of every tensor (origin), of those that ``objects`` touch (delta), or of
+        the adapter's.
         ``objects``: bytes to store, or references to objects that are stored already, by a trainer's other ranks.
         ``changed`` and ``total`` count elements; ``metrics`` and ``traceparent`` are kept in the manifest.
         Raises ConflictError if another writer took over, StoreError if the store failed (call again with the same
-        arguments), IntegrityError if ``tensors`` contradict the digests, FormatError, and ChainError for a delta where
-        there is nothing to change.
+        arguments), IntegrityError if ``tensors`` contradict the digests, FormatError, and ChainError for a delta or
+        an adapter where there is nothing to change.
         """
         with self._lock:
-            if kind == "delta" and self.head is None:
+            if kind != "origin" and self.head is None:
                 got = "no readable version before it"
-                raise ChainError("a delta", expected="a version to change", got=got, remedy="commit an origin")
+                raise ChainError(
+                    f"{kind} version {self.next_version}",
+                    expected="a version to change",
+                    got=got,
+                    remedy="commit an origin",
+                )
             version = self.next_version
             manifest = Manifest(
                 run=self.run,
@@ -143,7 +149,7 @@ class Writer:
                 writer=self.writer,
                 version=version,
                 kind=kind,
-                base_version=version - 1 if kind == "delta" else None,
+                base_version=None if kind == "origin" else version - 1,
                 parent=self._base.manifest if self._base else None,
                 steps=steps,
                 objects=tuple(_object_refs(version, self.epoch, objects)),
@@ -253,10 +259,10 @@ class Writer:
 
     def _check_states(self, manifest: Manifest) -> dict[str, TensorState] | None:
         """All tensors' states after this version where they are known, proven against its digests."""
-        if manifest.kind == "delta" and self._tensors is None:
+        if manifest.kind != "origin" and self._tensors is None:
             return None  # continuing a run without an origin of our own: its other tensors are not at hand
-        known = self._tensors or {} if manifest.kind == "delta" else {}
-        after = {**known, **manifest.tensors}
+        known = self._tensors or {} if manifest.kind != "origin" else {}
+        after = {**known, **manifest.tensors} if manifest.kind != "adapter" else known
         what = f"version {manifest.version}"
         for name, got, expected in (
             ("state digest", state_digest(after), manifest.state_digest),
@@ -355,6 +361,12 @@ def object_ref(version: int, epoch: int, data: bytes) -> ObjectRef:
     """Where a version's delta object belongs, and what it is."""
     sha256 = hashlib.sha256(data).hexdigest()
     return ObjectRef(delta_key(version, epoch, sha256), len(data), sha256)
+
+
+def adapter_ref(version: int, epoch: int, data: bytes) -> ObjectRef:
+    """The same for a version's adapter."""
+    sha256 = hashlib.sha256(data).hexdigest()
+    return ObjectRef(adapter_key(version, epoch, sha256), len(data), sha256)
 
 
 def _parse_or_none(data: bytes) -> Manifest | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,6 +27,16 @@ class Adapters:
             _check(name, layer)
         if self:
             self._refuse_tied(model)
+
+    @property
+    def layers(self) -> Mapping[str, Any]:
+        """PEFT's layers, by the names of the modules that they adapt."""
+        return self._layers
+
+    @property
+    def copied(self) -> list[str]:
+        """Modules that are trained whole beside a frozen copy (``modules_to_save``)."""
+        return list(self._copies)
 
     def __bool__(self) -> bool:
         return bool(self._layers or self._copies)

@@ -8,6 +8,8 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from delta_sync.errors import DeltaSyncError
+from trl_callback.adapter_session import AdapterSession
+from trl_callback.adapter_team import AdapterTeamSession
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.enclosing import enclosing_trainer
 from trl_callback.generation import GenerationSwap
@@ -34,7 +36,7 @@ class DeltaSyncCallback(TrainerCallback):
         self.config = DeltaSyncConfig.build(uri, **settings)
         self.metrics = Metrics()
         self.generates = False  # a trainer's rollouts come through us
-        self._session: Session | TeamSession | None = None
+        self._session: Session | TeamSession | AdapterTeamSession | None = None
         self._swap: GenerationSwap | None = None
         self._status: StatusClient | None = None
         self._args: TrainingArguments | None = None
@@ -152,15 +154,20 @@ class DeltaSyncCallback(TrainerCallback):
     def _sync_again(self) -> None:
         """Rank 0's client found the server away and back: is what it serves still recent enough?"""
         session = self._open()
-        again = session.sync_alone if isinstance(session, TeamSession) else session.sync
+        again = session.sync if isinstance(session, Session) else session.sync_alone
         again(self._state.global_step)
 
-    def _open(self) -> Session | TeamSession:
+    def _open(self) -> Session | TeamSession | AdapterTeamSession:
         """This run's session; opened at the start of training, or by an evaluation before it, on all ranks alike."""
         if self._session is None:
-            kind = TeamSession if many_ranks() or has_shards(self._model) else Session
-            self._session = kind(self._subject(), self.config, self._status_client(), self.metrics)
+            self._session = self._kind()(self._subject(), self.config, self._status_client(), self.metrics)
         return self._session
+
+    def _kind(self) -> type[Session] | type[TeamSession] | type[AdapterTeamSession]:
+        several = many_ranks() or has_shards(self._model)
+        if self.config.lora == "adapter":
+            return AdapterTeamSession if several else AdapterSession
+        return TeamSession if several else Session
 
     def _subject(self) -> Subject:
         args = self._args

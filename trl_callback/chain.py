@@ -49,9 +49,10 @@ class Attempt:
     states: Mapping[str, TensorState]
     state_digest: str
     objects: tuple[ObjectRef, ...]  # stored already
-    codec: str
+    codec: str | None
     kept: tuple[bytes, ...] = ()  # the objects themselves, where this rank has them
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the training log, for the manifest
+    total: int | None = None  # elements that ``changes`` are some of; None: the model's
 
     @property
     def size(self) -> int:
@@ -65,6 +66,8 @@ class Chain:
     The snapshot is read, never moved, here. Raises ConflictError when another trainer took the bucket over,
     StoreError when the store fails (try again).
     """
+
+    kind: Kind = "delta"  # of the versions after the origin
 
     def __init__(
         self,
@@ -121,6 +124,11 @@ class Chain:
         return self._published[-1]
 
     @property
+    def goes_on(self) -> bool:
+        """Whether there were versions before this epoch's."""
+        return self._published[0].version > 1
+
+    @property
     def _anchored_or_first(self) -> int:
         """The newest version with complete weights in the bucket, else this epoch's first version."""
         return self._published[0].version if self._anchored is None else self._anchored
@@ -135,6 +143,10 @@ class Chain:
         index = bisect_left(self._published, version, key=lambda published: published.version)
         found = self._published[index] if index < len(self._published) else None
         return found if found is not None and found.version == version else None
+
+    def begin_early(self) -> Parts | None:
+        """As ``begin``, for a capture that may store objects while it goes on; None: it may not."""
+        return self.begin()
 
     def begin(self) -> Parts:
         """The next version's objects, to be filled with changes to the snapshot as they are found."""
@@ -183,8 +195,8 @@ class Chain:
         last = attempt.changes.step
         steps = (min(self.newest.step + 1, last), last)
         self._manifest = self._commit(
-            "delta", steps, attempt.states, attempt.state_digest, *attempt.objects,
-            changed=attempt.changes.changed, codec=attempt.codec, metrics=attempt.metrics,
+            self.kind, steps, attempt.states, attempt.state_digest, *attempt.objects,
+            changed=attempt.changes.changed, total=attempt.total, codec=attempt.codec, metrics=attempt.metrics,
             traceparent=attempt.changes.trace.traceparent,
         )  # fmt: skip
         self._bytes += attempt.size
@@ -199,6 +211,7 @@ class Chain:
         state: str,
         *objects: ObjectRef,
         changed: int,
+        total: int | None = None,
         codec: str | None = None,
         metrics: Mapping[str, float] | None = None,
         traceparent: str | None = None,
@@ -211,7 +224,7 @@ class Chain:
             self._snapshot.fingerprint,
             objects,
             changed=changed,
-            total=self._snapshot.total_elements,
+            total=self._snapshot.total_elements if total is None else total,
             codec=codec,
             prompt_cache=self._config.prompt_cache,
             metrics=metrics,

@@ -45,6 +45,7 @@ class DeltaSyncConfig:
     run: str | None = None
     writer: str | None = None
     codec: Literal["gap", "context"] = "gap"  # context: fewer bytes, decoded against the bits they change
+    lora: Literal["merged", "adapter"] = "merged"  # what is published of a PEFT model: its weights, or its adapter
     tiles: int = 1  # of context-coded tensors along rows and columns: a multiple of the server's ranks
     snapshot_device: Literal["cpu", "cuda"] = "cpu"  # cuda: a copy of it on the model's GPU, for faster captures
     bucket_bytes: int = 512 * 1024**2  # of weights whose changes are one object; a capture's memory on the GPU
@@ -80,6 +81,7 @@ class DeltaSyncConfig:
             _require(name, _is_number(value) and 0 < value < float("inf"), "seconds, more than 0", value)
         _require("serving_dtype", self.serving_dtype in (None, *SERVING_DTYPES), f"None or one of {SERVING_DTYPES}",
                  self.serving_dtype)  # fmt: skip
+        _require("lora", self.lora in ("merged", "adapter"), "'merged' or 'adapter'", self.lora)
         _require("codec", self.codec in CODECS, f"one of {tuple(CODECS)}", self.codec)
         _require("snapshot_device", self.snapshot_device in ("cpu", "cuda"), "'cpu' or 'cuda'", self.snapshot_device)
         _require_integer("bucket_bytes", self.bucket_bytes, least=1)

@@ -84,7 +84,7 @@ class Publisher:
         began = time.time()
         with self._changed:
             self.raise_if_failed()
-            parts = self._chain.begin() if self.is_idle else None
+            parts = self._chain.begin_early() if self.is_idle else None
             try:
                 deltas = self._snapshot.diff(image, None if parts is None else parts.add)
             except BaseException:

@@ -97,17 +97,21 @@ class ServedWait:
         return Seen(behind.version, behind.epoch, behind.manifest, replicas, behind.error)
 
     def _raise_if_hopeless(self, seen: Seen) -> None:
-        """What stays so, whatever is published: a model that can't take deltas, a key that isn't trusted."""
+        """What stays so, whatever is published: a model that can't take deltas, a key that isn't trusted.
+
+        A version of the trainer before this one may have been what the server can't have.
+        """
         check_trusted(self._key, seen.pinned_keys, self._status.url)
         for refusal in filter(None, seen.replicas.values()):
-            if refusal.kind == "MappingError":
+            ours = self._publisher.by_version(refusal.version) is not None
+            if refusal.kind == "MappingError" and ours:
                 raise MappingError(
                     f"version {refusal.version} at {self._status.url}",
                     expected="a model it can update",
                     got=refusal.error,
                 )
             untold = refusal.kind == "SignatureError" and not seen.pinned_keys  # an acknowledgement lists no keys
-            if untold and self._publisher.by_version(refusal.version) is not None:
+            if untold and ours:
                 raise SignatureError(
                     f"version {refusal.version} of this trainer",
                     expected=f"to be trusted by replica {refusal.replica}",

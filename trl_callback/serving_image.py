@@ -57,15 +57,17 @@ class Source:
 class ServingImage:
     """Walks a model tensor by tensor, cast to what is served, never holding more than one cast parameter.
 
+    ``merge``: with its adapters' part, else the weights below them.
     ``serving_dtype(name) -> "BF16" | "F16" | "F32"`` is asked for every checkpoint tensor.
     Raises MappingError, naming the tensor, for what can't be published exactly.
     """
 
     shards_allowed = False
 
-    def __init__(self, model: nn.Module, serving_dtype: Callable[[str], str]) -> None:
+    def __init__(self, model: nn.Module, serving_dtype: Callable[[str], str], *, merge: bool = True) -> None:
         self._model = unwrap(model)
         self._serving_dtype = serving_dtype
+        self._merge = merge
         self._kept: set[str] = set()  # in-memory names known to be checkpoint names already
         self._adapters = Adapters(self._model)
         check_model(self._model, shards_allowed=self.shards_allowed)
@@ -87,8 +89,9 @@ class ServingImage:
         return next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
 
     def _checkpoint_tensors(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What is saved of one stored tensor, with its adapters merged."""
-        tensor = self._adapters.merged(name, tensor)
+        """What is saved of one stored tensor, with its adapters merged unless they are left out."""
+        if self._merge:
+            tensor = self._adapters.merged(name, tensor)
         if name in self._kept or not isinstance(self._model, PreTrainedModel):
             return {name: tensor}
         try:

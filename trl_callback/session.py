@@ -18,6 +18,7 @@ from delta_sync.ledger import Ledger
 from delta_sync.manifest import TensorState
 from delta_sync.signing import PublicKeys
 from delta_sync.store.open import open_ack_store, open_store
+from trl_callback.adapter_image import adapter_sizes
 from trl_callback.anchors import sidecar_files
 from trl_callback.chain import Chain
 from trl_callback.config import CODECS, DeltaSyncConfig
@@ -28,10 +29,12 @@ from trl_callback.served import ServedWait, wait_for_live_state
 from trl_callback.serving_image import ServingImage
 from trl_callback.snapshot import Snapshot
 from trl_callback.status_client import ServerStatus, StatusClient
+from trl_callback.supported import unwrap
 from trl_callback.trust import check_trusted
 
 logger = logging.getLogger(__name__)
 Interval = tuple[float, float]  # unix seconds
+DELTA_BYTES = 1.3  # that a changed element of a merged delta takes, about: docs/TRAINER.md, "Which is smaller"
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,17 @@ class Session:
         self._start(subject, server, snapshot_of(self._image, config.snapshot_device, config.bucket_bytes), Chain)
 
     def _start(
-        self, subject: Subject, server: AskedServer, snapshot: Snapshot, make_chain: Callable[..., Chain]
+        self,
+        subject: Subject,
+        server: AskedServer,
+        snapshot: Snapshot,
+        make_chain: Callable[..., Chain],
+        published: Snapshot | None = None,
     ) -> None:
-        """Check that trainer and server fit, commit the origin and begin to publish."""
+        """Check that trainer and server fit, commit the origin and begin to publish.
+
+        ``snapshot`` is the served model's; ``published`` what versions are of, if that is something over it.
+        """
         config, status, live = self._config, server.client, server.live
         self._key = config.load_signing_key()
         if status is not None:
@@ -78,8 +89,10 @@ class Session:
                 "delta-sync: %s already has version %d (epoch %d): this trainer goes on after it as epoch %d",
                 config.shown_uri, chain.previous.version, chain.previous.epoch, chain.epoch,
             )  # fmt: skip
+            warn_about_kind(chain)
+        say_which_is_smaller(subject.model, config.lora)
         self._first_step = subject.step
-        self._publisher = Publisher(chain, snapshot, config, self._metrics)
+        self._publisher = Publisher(chain, published or snapshot, config, self._metrics)
         self._wait = None if status is None else ServedWait(status, ledger, self._publisher, config, self._key)
         self._want_first_anchor(chain, snapshot, live)
         self._publisher.start()
@@ -111,7 +124,7 @@ class Session:
         a server that restarts could not get from the chain before this origin to the one after it."""
         state = snapshot.digest_with({})
         same = live is not None and (live.state_digest, live.model_fingerprint) == (state, snapshot.fingerprint)
-        continues = chain.newest.version > 1 and (chain.previous is None or chain.previous.state_digest != state)
+        continues = chain.goes_on and (chain.previous is None or chain.previous.state_digest != state)
         if not same or continues or chain.after_reset:
             self._publisher.want_anchor(urgent=not same or chain.after_reset)
 
@@ -233,6 +246,30 @@ def warn_about_uri(ours: str, live: ServerStatus | None, url: str) -> None:
         logger.warning(
             "delta-sync: this trainer publishes to %s but %s follows %s. Remedy: if these are not the same place, "
             "give both the same URI", ours, url, live.uri,
+        )  # fmt: skip
+
+
+def warn_about_kind(chain: Chain) -> None:
+    """Warn where the run published adapters before and merged weights now, or the other way round."""
+    before = chain.previous.kind if chain.previous is not None else "origin"
+    if before != "origin" and before != chain.kind:
+        logger.warning(
+            "delta-sync: versions of this run up to %d are of kind %r, this trainer's are of kind %r: it begins a new "
+            "chain, with complete weights in the bucket for servers that don't hold them. lora=%r goes on as before",
+            chain.previous.version if chain.previous else 0, before, chain.kind,
+            "adapter" if before == "adapter" else "merged",
+        )  # fmt: skip
+
+
+def say_which_is_smaller(model: nn.Module, lora: str) -> None:
+    """One line for whoever trains an adapter: what a version costs either way."""
+    adapter, adapted = adapter_sizes(unwrap(model))
+    if adapter:
+        logger.warning(
+            "delta-sync: publishing %s; an adapter is %.3g MB a version, and merged weights are smaller where less "
+            "than %.2g %% of the %.3g M adapted weights change between versions (metric changed_fraction)",
+            "the adapter" if lora == "adapter" else "merged weights", 2 * adapter / 1e6,
+            100 * 2 * adapter / (DELTA_BYTES * adapted), adapted / 1e6,
         )  # fmt: skip
 
 

@@ -16,6 +16,15 @@ TENSORS = "/delta_sync/tensors"
 
 
 @dataclass(frozen=True)
+class ServedLora:
+    """What a LoRA adapter must be like: largest rank, element type, last parts of modules' names."""
+
+    max_rank: int
+    dtype: str | None
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ServerStatus:
     """One reading of the status route."""
 
@@ -36,6 +45,7 @@ class ServerStatus:
     ranks: int | None = None
     pinned_keys: tuple[str, ...] = ()  # ids of the public keys of which one must have signed what it takes
     pinned: int | None = None  # the version its operator holds it at
+    lora: ServedLora | None = None  # None: it serves no LoRA adapters
 
 
 class StatusClient:
@@ -93,7 +103,15 @@ def parse_status(body: object) -> ServerStatus:
         ranks=_field(fields, "ranks", int),
         pinned_keys=_texts(fields, "pinned_keys"),
         pinned=_field(fields, "pinned", int),
+        lora=_lora(fields),
     )
+
+
+def _lora(fields: Mapping[str, Any]) -> ServedLora | None:
+    if fields.get("lora") is None:
+        return None
+    lora = _object(fields["lora"], f"{STATUS} lora")
+    return ServedLora(_field(lora, "max_rank", int) or 0, _field(lora, "dtype", str), _texts(lora, "modules"))
 
 
 def _refusal(fields: Mapping[str, Any]) -> Refusal | None:

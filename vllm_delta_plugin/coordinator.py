@@ -98,6 +98,7 @@ class Coordinator:
             "version": position.version if position else None,
             "state_digest": self._live.state_digest or "",
             "tensors": as_mapping(self._live.states()),
+            "adapter": as_mapping(self._live.adapter_states),
         }
 
     def run(self) -> None:

@@ -16,7 +16,8 @@ from vllm_delta_plugin.regions import Region, by_tensor, make_region, overlappin
 from vllm_delta_plugin.trace import Copy, Trace
 
 Place = tuple[object, ...]  # storage, address, shape, strides, dtype, device
-_NOT_WEIGHTS = {"kv_cache"}  # what vLLM hangs on modules after loading
+_ADAPTERS = {"lora_a_stacked", "lora_a_stacked_2d", "lora_b_stacked"}
+_NOT_WEIGHTS = {"kv_cache", *_ADAPTERS}  # what vLLM hangs on modules after loading
 _MIN_DERIVED = 64  # smallest new tensor that can be a copy of weights rather than a scale or a flag
 
 
@@ -142,7 +143,12 @@ class Fingerprint:
 
 def _places(model: torch.nn.Module) -> dict[str, Place]:
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: _place(tensor) for name, tensor in named}
+    return {_without_lora(name): _place(tensor) for name, tensor in named}
+
+
+def _without_lora(name: str) -> str:
+    """A parameter's name before vLLM put its LoRA layer around its module."""
+    return name.replace(".base_layer.", ".")
 
 
 def _place(t: torch.Tensor) -> Place:
@@ -157,7 +163,7 @@ def _loose_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             if attribute in _NOT_WEIGHTS or not isinstance(value, torch.Tensor):
                 continue
             if value.is_floating_point() and value.numel() >= _MIN_DERIVED:
-                out[f"{prefix}.{attribute}"] = value
+                out[_without_lora(f"{prefix}.{attribute}")] = value
     return out
 
 

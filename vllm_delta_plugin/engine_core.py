@@ -25,7 +25,7 @@ from vllm_delta_plugin.log import logger
 from vllm_delta_plugin.main_thread import MainThread
 from vllm_delta_plugin.output_clock import OutputClock
 from vllm_delta_plugin.ranks import Ranks
-from vllm_delta_plugin.read_back import assemble
+from vllm_delta_plugin.read_back import assemble, read_adapter
 from vllm_delta_plugin.replica_id import replica_id
 from vllm_delta_plugin.status import Facts, Status
 
@@ -84,6 +84,11 @@ class DeltaSync:
         """The prefix-cache salt for a new request."""
         return Salted(self.salt, user_salt, session)
 
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether requests are answered with the run's LoRA adapter, which is empty where a version has none."""
+        return self._live.lora is not None
+
     def enter(self, timeout: float) -> Future[bool]:
         """Whether a new request may come in, once no drain is going on or after ``timeout`` seconds."""
         return self._live.gate.enter(timeout)
@@ -123,15 +128,21 @@ class DeltaSync:
         return self.status()
 
     def read_tensor(self, name: str) -> dict[str, Any]:
-        """One tensor's live bytes, assembled from all ranks: {dtype, shape, version, data}, or {error}."""
+        """One tensor's live bytes, assembled from all ranks: {dtype, shape, version, data}, or {error}.
+
+        Of an adapter's tensors as they are computed with: vLLM multiplies B by the adapter's scaling.
+        """
         if not self._config.read_back:
             return {"error": "read-back is off: start with --delta-sync-config '{\"read_back\": true}'"}
         now = self._coordinator.tensors()
-        described, version = now["tensors"].get(name), now["version"]
+        described, version = now["tensors"].get(name) or now["adapter"].get(name), now["version"]
         if described is None:
             return {"error": f"no tensor {name!r} is served"}
         try:
-            data = assemble(name, described, self._ranks.tell("read_tensor", name))
+            if name in now["adapter"]:
+                data = read_adapter(name, described["shape"], self._ranks)
+            else:
+                data = assemble(name, described, self._ranks.tell("read_tensor", name))
         except (MappingError, NotFoundError) as error:
             return {"error": str(error)}
         return {"dtype": described["dtype"], "shape": described["shape"], "version": version, "data": data}
@@ -150,4 +161,5 @@ def _facts(config: ReplicaConfig, engine: EngineFacts, live: Live, keys: PublicK
         pinned_keys=keys.ids if keys else (),
         transition=config.transition,
         max_lag=config.max_lag,
+        lora=live.lora,
     )

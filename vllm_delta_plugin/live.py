@@ -10,6 +10,7 @@ from delta_sync.digest import model_fingerprint
 from delta_sync.errors import IntegrityError, MappingError
 from delta_sync.manifest import Manifest, PromptCache, TensorState
 from delta_sync.plan import Plan, Position
+from vllm_delta_plugin.adapter_slot import no_lora
 from vllm_delta_plugin.cache_salt import CacheSalt
 from vllm_delta_plugin.config import ReplicaConfig
 from vllm_delta_plugin.engine_audit import Auditor, compare
@@ -52,6 +53,8 @@ class Live:
         self._stager = Stager(main, ranks, config.stage_timeout)
         self._auditor = Auditor(main, ranks, config.audit_commits, config.audit_period)
         self._serves: Manifest | None = None
+        self.lora: Mapping[str, Any] | None = replies[0].get("lora")
+        self._adapter: str | None = None  # sha256 of the adapter that is loaded
         self.fingerprint = model_fingerprint(self._layout.states(dict.fromkeys(self._layout.tensors, 0)))
         self._proven: Proven | None = None
         self.forget(sums)
@@ -97,9 +100,24 @@ class Live:
         """Every tensor's state; empty while the ranks' copies disagree."""
         return self._layout.states(self._proven.digests) if self._proven else {}
 
+    @property
+    def adapter_states(self) -> Mapping[str, TensorState]:
+        """The states of the live adapter's tensors, by PEFT's names; empty where a version has none."""
+        serves = self._serves
+        return serves.tensors if serves is not None and serves.kind == "adapter" else {}
+
     def stage(self, plan: Plan) -> Staged:
         """Stage and prove a plan in the background; see Stager.stage."""
         return self._stager.stage(plan, self._layout, self._sums)
+
+    def check(self, plan: Plan) -> None:
+        """MappingError if the plan's target is an adapter and this engine serves none: before anything is touched."""
+        if plan.target.kind == "adapter" and self.lora is None:
+            raise no_lora(plan.target)
+
+    def changes_adapter(self, plan: Plan) -> bool:
+        """Whether the plan's target is served with another adapter than the one that is loaded, or with none."""
+        return adapter_of(plan.target) != self._adapter
 
     def drop(self) -> None:
         """Forget what is staged."""
@@ -130,8 +148,8 @@ class Live:
         """On the engine's thread, so that whatever it reads next sees new bits and new position together."""
         plan = staged.plan
         self.outputs.commit()
-        committed = commit_all(self._ranks, self._salt, plan.target.version, _cache_that_remains(plan))
-        self._serves = plan.target
+        committed = commit_all(self._ranks, self._salt, plan.target.version, _cache_that_remains(plan, self._serves))
+        self._serves, self._adapter = plan.target, adapter_of(plan.target)
         self._sums, self._proven = staged.after.sums, staged.after
         self._auditor.committed()
         return self._recompute(committed) if self._transition == "recompute" else committed
@@ -151,7 +169,11 @@ class Live:
         self._stop_stepping()
         self._serves, self._proven, self.lost = None, None, True
         loaded = load_dense(plan, self._layout, self._main, self._ranks, self._timeout, self._salt.advance)
-        self._serves, self._sums, self._proven, self.lost = plan.target, loaded.proven.sums, loaded.proven, False
+        self._sums, self._proven = loaded.proven.sums, loaded.proven
+        if self.changes_adapter(plan):  # still paused
+            staged = self.stage(Plan(plan.target, "live", None, (), {}))
+            self._main.run(lambda: self._commit(staged))
+        self._serves, self.lost = plan.target, False
         self._auditor.committed()
         if self._transition == "recompute":
             self._main.run(self._pause.recompute)
@@ -180,8 +202,19 @@ class Live:
         return None if found is None else Audit(found, compare(found, self._sums))
 
 
-def _cache_that_remains(plan: Plan) -> PromptCache:
-    """The strictest policy of the versions on the way; no cache outlives an anchor, a fold or a way back."""
+def adapter_of(manifest: Manifest) -> str | None:
+    """The adapter that a version is served with, by its sha256."""
+    return manifest.objects[0].sha256 if manifest.kind == "adapter" else None
+
+
+def _cache_that_remains(plan: Plan, serves: Manifest | None) -> PromptCache:
+    """The strictest policy of the versions on the way; no cache outlives an anchor, a fold or a way back.
+
+    Nor one of several adapters on the way, of which the plan knows the last alone.
+    """
+    if plan.target.kind == "adapter":
+        follows = plan.start == "position" and serves is not None and plan.target.parent == serves.sha256
+        return plan.target.prompt_cache if follows and not plan.deltas else "none"
     manifests = [step for step in plan.deltas if isinstance(step, Manifest)]
     if plan.start in ("anchor", "back") or len(manifests) < len(plan.deltas):
         return "none"

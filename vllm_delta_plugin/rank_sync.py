@@ -10,6 +10,7 @@ from delta_sync.plan import Plan
 from delta_sync.store.cache import MAX_BYTES, ObjectCache
 from delta_sync.store.open import open_store
 from vllm_delta_plugin import background, stage
+from vllm_delta_plugin.adapter_slot import AdapterSlot
 from vllm_delta_plugin.anchor_diff import load_dense
 from vllm_delta_plugin.audit import scan
 from vllm_delta_plugin.background import Job
@@ -31,7 +32,15 @@ class RankSync:
     worker's own thread, whose place in the queue of steps is what makes a commit fall between two of them.
     """
 
-    def __init__(self, weights: WeightMap, config: Mapping[str, Any], *, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        weights: WeightMap,
+        config: Mapping[str, Any],
+        *,
+        rank: int,
+        world_size: int,
+        slot: AdapterSlot | None = None,
+    ) -> None:
         weights.check()
         if not weights.storages:
             raise MappingError("model", expected="weights loaded from a checkpoint", got="none on this rank")
@@ -42,7 +51,7 @@ class RankSync:
         self._device = device_of(weights.storages)
         for storage in {storage.dtype: storage for storage in weights.storages}.values():
             rehearse(storage, self._device)
-        self._rank = Rank(weights, self._device, world_size == 1, config.get("stage_bytes"))
+        self._rank = Rank(weights, self._device, world_size == 1, config.get("stage_bytes"), slot)
         self._generation = 0  # odd while a swap runs
         self._stage: Job[Staged] | None = None
         self._base = -1  # generation at which staging read the live bits
@@ -59,6 +68,7 @@ class RankSync:
             "regions": self.weights.digests(),
             "ignored": self.weights.ignored,
             "aliases": self.weights.aliases,
+            "lora": self._rank.slot and self._rank.slot.describe(),
         }
 
     def stage_begin(self, plan: Plan) -> Reply:
@@ -181,6 +191,12 @@ class RankSync:
             live = self.weights.storages[region.storage]
             boxes[region.key] = live.read_box(region.shape, region.dst_offset, region.dst_strides).tobytes()
         return {"name": name, "regions": boxes}
+
+    def read_adapter(self, name: str, rank: int) -> Reply:
+        """One module's A and B of ``rank`` as this rank computes with them, B scaled: row-major little-endian bytes."""
+        if self._rank.slot is None:
+            raise MappingError("adapter", expected="a server with --enable-lora", got="one without")
+        return {part: self._rank.slot.read(name, part, rank) for part in ("A", "B")}
 
     def _swap(self, staged: Staged, between: Any) -> None:
         self._generation += 1

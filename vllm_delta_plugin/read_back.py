@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from delta_sync.adapter import split_name
 from delta_sync.dtypes import dtype
 from delta_sync.errors import MappingError
 from vllm_delta_plugin.proof import Region
-from vllm_delta_plugin.ranks import Reply
+from vllm_delta_plugin.ranks import Ranks, Reply
 
 
 def assemble(name: str, described: Mapping[str, Any], replies: Sequence[Reply]) -> bytes:
@@ -30,6 +31,15 @@ def assemble(name: str, described: Mapping[str, Any], replies: Sequence[Reply]) 
         if region.tensor == name:
             _view(whole, region)[...] = np.frombuffer(data, carrier).reshape(region.shape)
     return whole.tobytes()
+
+
+def read_adapter(name: str, shape: Sequence[int], ranks: Ranks) -> bytes:
+    """An adapter's tensor as it is computed with; MappingError where ranks hold parts of it."""
+    module, part = split_name(name)
+    replies = ranks.tell("read_adapter", module, shape[0] if part == "A" else shape[1])
+    if len(replies) != 1:
+        raise MappingError(f"tensor {name!r}", expected="one rank", got=f"{len(replies)}, which share it")
+    return bytes(replies[0][part])
 
 
 def _view(flat: np.ndarray[Any, Any], region: Region) -> np.ndarray[Any, Any]:

@@ -26,7 +26,6 @@ def _found(config: Any) -> list[tuple[str, object, str]]:
     load_format = str(getattr(load.load_format, "value", load.load_format))
     refuse("quantization", model.quantization, "serve the unquantised checkpoint")
     refuse("speculative decoding", _draft(config), "serve without a draft model: its weights would stay the old ones")
-    refuse("LoRA", config.lora_config and "enabled", "merge adapters while training, serve without --enable-lora")
     refuse("sleep mode", getattr(model, "enable_sleep_mode", False), "serve without --enable-sleep-mode")
     refuse("expert load balancing", getattr(parallel, "enable_eplb", False), "serve without --enable-eplb")
     refuse("weight offload", _offload(config), "serve without CPU offload")

@@ -13,6 +13,7 @@ from delta_sync.manifest import Manifest
 from delta_sync.plan import Plan, Position
 from vllm_delta_plugin.engine_load import Loaded
 from vllm_delta_plugin.engine_stage import Staged
+from vllm_delta_plugin.live import adapter_of
 from vllm_delta_plugin.log import logger
 from vllm_delta_plugin.ranks import RankError
 from vllm_delta_plugin.status import Refusal, Served, Status
@@ -40,7 +41,8 @@ class Reporter:
         counters.committed_at_last = time.time()
         sighting = self._status.sighting(staged.plan.target.version)
         self._taken = Taken(staged.plan.target, sighting, staged.read, staged, milliseconds / 1e3)
-        how = f"from {staged.plan.start}, {staged.changed} elements changed, "
+        what = "with its LoRA adapter, " if staged.plan.target.kind == "adapter" else ""
+        how = f"from {staged.plan.start}, {what}{staged.changed} elements changed, "
         how += f"staged in {staged.seconds:.2f} s, committed in {milliseconds:.2f} ms"
         self._serving(staged.plan.target, how, generation)
 
@@ -98,9 +100,8 @@ class Reporter:
     def _serving(self, target: Manifest, how: str, generation: int) -> None:
         if (run := self._status.served.run) not in (None, target.run):
             logger.warning("delta sync: the store holds run %s now, no longer %s", target.run, run)
-        self._status.serves(
-            Served(target.run, target.version, target.epoch, target.sha256, target.state_digest, generation)
-        )
+        place = (target.run, target.version, target.epoch, target.sha256, target.state_digest, generation)
+        self._status.serves(Served(*place, adapter_of(target)))
         logger.info("delta sync: serving version %d (%s)", target.version, how)
 
     def acknowledge(self) -> None:

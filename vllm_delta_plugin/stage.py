@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from delta_sync.tensor_delta import TensorDelta
+from vllm_delta_plugin.adapter_slot import AdapterSlot, AdapterSwap, no_lora
 from vllm_delta_plugin.anchor_diff import stage_anchor
 from vllm_delta_plugin.background import Job
 from vllm_delta_plugin.base_bits import AnchorBits, Start, live_bits
@@ -39,6 +40,7 @@ class Rank:
     device: Device
     only_rank: bool
     limit: int | None = None
+    slot: AdapterSlot | None = None  # where the engine serves LoRA adapters
 
     @property
     def stage_bytes(self) -> int:
@@ -48,6 +50,7 @@ class Rank:
 
 def stage(job: Job[Staged], rank: Rank, ledger: Ledger, plan: Plan) -> Staged:
     """Prepare ``plan`` without touching live weights; any error of delta_sync, Cancelled if dropped meanwhile."""
+    adapted = _with_adapter(rank, ledger, plan)  # first: what does not fit is refused before an anchor is read
     limit = rank.stage_bytes
     early = _Early(rank, limit, wanted=plan.start in ("position", "live") and len(plan.deltas) == 1)
     with rank.device.reading():
@@ -60,7 +63,19 @@ def stage(job: Job[Staged], rank: Rank, ledger: Ledger, plan: Plan) -> Staged:
             else:
                 builder.add_deltas(folded)
     job.check()
-    return Staged(plan.target.version, rank.device.prepare(builder), builder.parts, builder.changed)
+    swap = adapted(rank.device.prepare(builder))
+    return Staged(plan.target.version, swap, builder.parts, builder.changed)
+
+
+def _with_adapter(rank: Rank, ledger: Ledger, plan: Plan) -> Callable[[Swap], Swap]:
+    """What makes of staged weights the same with the target's adapter over them, or with none."""
+    slot, target = rank.slot, plan.target
+    if slot is None:
+        if target.kind == "adapter":
+            raise no_lora(target)
+        return lambda weights: weights
+    adapter = slot.prepare(ledger, target) if target.kind == "adapter" else slot.nothing()
+    return lambda weights: AdapterSwap(weights, slot, adapter)
 
 
 class _Early:

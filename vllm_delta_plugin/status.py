@@ -32,6 +32,7 @@ class Facts:
     pinned_keys: tuple[str, ...] = ()  # ids of the public keys of which one must have signed what is taken
     transition: str = "async"
     max_lag: int | None = None  # versions that it may be behind and still call itself ready
+    lora: Mapping[str, Any] | None = None  # what a LoRA adapter must be like; None: it serves none
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Served:
     manifest: str | None = None
     state_digest: str = ""
     commit_generation: int = 0
+    adapter: str | None = None  # sha256 of the LoRA adapter over these weights
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class Status:
         """Live memory is not known to be any version's."""
         with self._lock:
             self.poisoned, served = True, self.served
-            served.version = served.epoch = served.manifest = None
+            served.version = served.epoch = served.manifest = served.adapter = None
             served.state_digest = state_digest or ""
 
     def serves(self, served: Served) -> None:

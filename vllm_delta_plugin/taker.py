@@ -25,9 +25,10 @@ class Taker:
         RankError, IntegrityError or MappingError if it is refused (live weights are as before, unless ``live.lost``);
         RolledBack if it could not be committed; SyncTimeoutError.
         """
+        self._live.check(plan)
         if self._live.lost:
             self._load(plan)
-        elif plan.start != "anchor" and not plan.deltas:
+        elif plan.start != "anchor" and not plan.deltas and not self._live.changes_adapter(plan):
             self._adopt(plan)
         else:
             self._stage(plan)

@@ -42,7 +42,9 @@ class DeltaSyncWorkerExtension:
     @_answer
     def delta_sync_attach(self: Any, config: dict[str, Any]) -> Reply:
         """Check that this model can be followed, scan it once, and describe this rank's tensors and regions."""
+        from vllm_delta_plugin.adapter_slot import AdapterSlot
         from vllm_delta_plugin.compat.load_seam import weight_map
+        from vllm_delta_plugin.compat.lora_seam import LoraManager
         from vllm_delta_plugin.coverage import check_unmoved
         from vllm_delta_plugin.rank_sync import RankSync
         from vllm_delta_plugin.refusals import check_config
@@ -52,7 +54,9 @@ class DeltaSyncWorkerExtension:
         weights = weight_map(model)
         check_unmoved(model, weights)
         world_size = self.vllm_config.parallel_config.world_size
-        sync = RankSync(weights, config, rank=self.rank, world_size=world_size)
+        lora = self.vllm_config.lora_config is not None
+        slot = AdapterSlot(LoraManager(self.model_runner), weights) if lora else None
+        sync = RankSync(weights, config, rank=self.rank, world_size=world_size, slot=slot)
         self._delta_sync_rank = sync
         return {"rank": self.rank} | sync.describe()
 
@@ -105,6 +109,11 @@ class DeltaSyncWorkerExtension:
     def delta_sync_read_tensor(self: Any, name: str) -> Reply:
         """This rank's live bits of one tensor, as bytes by region key."""
         return _sync(self).read_tensor(name)
+
+    @_answer
+    def delta_sync_read_adapter(self: Any, name: str, rank: int) -> Reply:
+        """One module's A and B, as bytes, as this rank computes with them."""
+        return _sync(self).read_adapter(name, rank)
 
 
 def _sync(worker: Any) -> RankSync:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from delta_sync.anchor_files import write_anchor_files
@@ -21,7 +21,7 @@ def write_checkpoint(
 
     What was written is read again; IntegrityError if it has another digest. ``folder`` must not exist.
     """
-    partial = folder.absolute().parent / f".{folder.name}.partial-{uuid.uuid4().hex[:8]}"
+    partial = _partial(folder)
     try:
         names = [*write_anchor_files(partial, weights.tensors())]
         got = state_digest(Weights(Checkpoint(partial), keep=False).states)
@@ -43,3 +43,19 @@ def write_checkpoint(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return sorted(names)
+
+
+def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files (name -> content) into a folder that must not exist: all of them, or there is none."""
+    partial = _partial(folder)
+    try:
+        partial.mkdir(parents=True)
+        for name, content in files.items():
+            (partial / name).write_bytes(content)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _partial(folder: Path) -> Path:
+    return folder.absolute().parent / f".{folder.name}.partial-{uuid.uuid4().hex[:8]}"

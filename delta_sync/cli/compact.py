@@ -81,7 +81,8 @@ def _folded(ledger: Ledger, base: Manifest, path: Path) -> tuple[list[TensorDelt
     folded: dict[str, list[TensorDelta]] = {}
     states: dict[str, TensorState] = {}
     for manifest in path:
-        objects = [read_delta(ledger, manifest, ref, weights)[2] for ref in manifest.objects]
+        refs = manifest.objects if manifest.kind == "delta" else ()
+        objects = [read_delta(ledger, manifest, ref, weights)[2] for ref in refs]
         if weights is not None:
             weights.advance(manifest, objects)
         for delta in (delta for deltas in objects for delta in deltas):
@@ -92,8 +93,8 @@ def _folded(ledger: Ledger, base: Manifest, path: Path) -> tuple[list[TensorDelt
 
 
 def _said(ledger: Ledger, record: FoldRecord, path: Path, *, dry_run: bool) -> Report:
-    count = sum(len(manifest.objects) for manifest in path)
-    before = sum(ref.size for manifest in path for ref in manifest.objects)
+    refs = [ref for manifest in path if manifest.kind == "delta" for ref in manifest.objects]
+    count, before = len(refs), sum(ref.size for ref in refs)
     after = sum(ref.size for ref in record.objects)
     document: dict[str, object] = {
         "uri": ledger.store.uri,

@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
+from delta_sync.adapter import read_adapter
 from delta_sync.bitmap import Bits
 from delta_sync.checkpoint import Checkpoint
 from delta_sync.cli.compare import most_changed_table
 from delta_sync.cli.dashboard.heat import layer_of
-from delta_sync.cli.inspect_weights import is_delta, report_weights
+from delta_sync.cli.inspect_weights import is_delta, report_adapter, report_weights
 from delta_sync.cli.report import AsJson, Report, Table, bar, finish, many, percent, size
 from delta_sync.cli.run import checked_uri, open_ledger, split_version, version_of
 from delta_sync.cli.weights import Weights, no_base, read_delta, read_object_file, rebuild
@@ -64,6 +65,8 @@ def _of_file(path: Path, base: Path | None, top: int) -> Report:
 def _of_version(ledger: Ledger, version: int | None, top: int) -> Report:
     manifest = version_of(ledger, version)
     what = f"{ledger.store.uri}@{manifest.version}"
+    if manifest.kind == "adapter":
+        return report_adapter(what, manifest, read_adapter(ledger, manifest).config)
     if not manifest.objects:
         heads = ((name, dtype(state.dtype), state.shape) for name, state in manifest.tensors.items())
         return report_weights(what, heads, manifest, ledger.anchor(manifest))

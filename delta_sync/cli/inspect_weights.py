@@ -8,10 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from delta_sync.adapter import AdapterConfig
 from delta_sync.anchor_files import Head
 from delta_sync.cli.report import FINE, Report, Table, many, size
 from delta_sync.container import parse_json
 from delta_sync.delta_header import FORMAT
+from delta_sync.dtypes import dtype
 from delta_sync.errors import FormatError
 from delta_sync.limits import DEFAULT_LIMITS
 from delta_sync.manifest import AnchorRecord, Manifest
@@ -66,3 +68,14 @@ def report_weights(
     cells = [[r["name"], r["dtype"], "x".join(map(str, r["shape"])), size(r["bytes"])] for r in rows]
     parts.append(Table("tensors", ("tensor", "dtype", "shape", ">bytes"), cells))
     return Report(document, parts, FINE)
+
+
+def report_adapter(what: str, manifest: Manifest, config: AdapterConfig) -> Report:
+    """An adapter's settings and tensors, which are those that its manifest promises."""
+    heads = ((name, dtype(state.dtype), state.shape) for name, state in manifest.tensors.items())
+    report = report_weights(what, heads)
+    ref, count = manifest.objects[0], len(manifest.tensors) // 2
+    document = {**report.document, "kind": "adapter", "adapter": config.to_peft(), "objects": [vars(ref)]}
+    said = f"LoRA adapter of rank {config.r}, scaling {config.scaling:g}, on {many(count, 'module')}, {size(ref.size)}"
+    below = f"over weights with state digest {manifest.state_digest[:16]}, which this version leaves as they are"
+    return Report({**document, "state_digest": manifest.state_digest}, [said, below, *report.parts], FINE)

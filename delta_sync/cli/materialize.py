@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Annotated
 
 import typer
 
+from delta_sync.adapter import CONFIG, WEIGHTS, read_adapter
 from delta_sync.anchor_files import INDEX
-from delta_sync.cli.checkpoint_out import write_checkpoint
+from delta_sync.cli.checkpoint_out import write_checkpoint, write_folder
 from delta_sync.cli.report import FINE, AsJson, Report, finish, many, size
 from delta_sync.cli.run import PublicKey, checked_uri, open_ledger, split_version, version_of
 from delta_sync.cli.weights import rebuild
@@ -28,6 +30,7 @@ def materialize(
 ) -> None:
     """Write a version's weights as a Hugging Face checkpoint, proven by digest before it is put in place.
 
+    Of a version that is an adapter, a folder that PEFT loads over the base model.
     Starts from the nearest anchor below and applies the deltas behind it; holds one model and one file in memory.
     Config and tokenizer are the anchor's.
     """
@@ -40,6 +43,8 @@ def materialize(
 
 def _report(ledger: Ledger, version: int | None, folder: Path) -> Report:
     target = version_of(ledger, version)
+    if target.kind == "adapter":
+        return _adapter(ledger, target, folder)
     anchor, deltas, names = write_version(ledger, target, folder)
     total = sum((folder / name).stat().st_size for name in names)
     document: dict[str, object] = {
@@ -59,6 +64,29 @@ def _report(ledger: Ledger, version: int | None, folder: Path) -> Report:
         return Report(document, [done, how], FINE)
     lacking = "the anchor has no config.json: put the model's config and tokenizer beside the weights"
     return Report(document, [done, how], FINE, [lacking])
+
+
+def _adapter(ledger: Ledger, target: Manifest, folder: Path) -> Report:
+    """An adapter's version is a folder for PEFT: the weights below it are those of the model that it was trained on."""
+    adapter = read_adapter(ledger, target)
+    files = {
+        WEIGHTS: ledger.read_object(target.objects[0]),
+        CONFIG: (json.dumps(adapter.config.to_peft(), indent=2, sort_keys=True) + "\n").encode(),
+    }
+    write_folder(folder, files)
+    document: dict[str, object] = {
+        "uri": ledger.store.uri,
+        "version": target.version,
+        "adapter": adapter.config.to_peft(),
+        "base_state_digest": target.state_digest,
+        "folder": str(folder),
+        "files": sorted(files),
+        "bytes": sum(map(len, files.values())),
+    }
+    base = adapter.config.base_model or "the model it was trained on"
+    done = f"adapter of version {target.version} in {folder}: rank {adapter.config.r}, {many(len(files), 'file')}"
+    how = f"PeftModel.from_pretrained({base}, {str(folder)!r}) loads it; base weights have state digest"
+    return Report(document, [done, f"{how} {target.state_digest[:16]}"], FINE)
 
 
 def write_version(ledger: Ledger, target: Manifest, folder: Path) -> tuple[AnchorRecord, int, list[str]]:

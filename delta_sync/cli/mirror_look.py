@@ -11,7 +11,7 @@ from delta_sync.store.base import Store
 from delta_sync.store.keys import ANCHORS, EPOCHS, FOLDS, MANIFESTS
 from delta_sync.store.open import shown_uri
 
-COPIED = (EPOCHS, "deltas/", MANIFESTS, ANCHORS, FOLDS)
+COPIED = (EPOCHS, "deltas/", "adapters/", MANIFESTS, ANCHORS, FOLDS)
 
 
 def look(source: str, targets: Sequence[str]) -> Report:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from delta_sync.adapter import read_adapter
 from delta_sync.anchor_files import Tensor, parse_shard
 from delta_sync.cli.report import FINE, PROBLEM, AsJson, Report, Table, finish, many, size
 from delta_sync.cli.run import DAMAGE, Chain, PublicKey, checked_uri, open_ledger, read_chain
@@ -91,7 +92,11 @@ class Verification:
         return chain.versions[0].kind == "origin" or any(starts)
 
     def _check(self, manifest: Manifest, anchored: bool) -> None:
-        self._advance(manifest, [self._object(manifest, number) for number in range(len(manifest.objects))])
+        if manifest.kind == "adapter":
+            self._adapter(manifest)
+            self._advance(manifest, [])
+        else:
+            self._advance(manifest, [self._object(manifest, number) for number in range(len(manifest.objects))])
         if anchored:
             self._anchor(manifest)
         if self.weights is not None:
@@ -111,6 +116,17 @@ class Verification:
         self.bytes += ref.size
         return deltas
 
+    def _adapter(self, manifest: Manifest) -> None:
+        """An adapter is whole: its object proves its tensors, and the weights below it prove themselves."""
+        [ref] = manifest.objects
+        self.objects += 1
+        try:
+            read_adapter(self.ledger, manifest)
+        except DAMAGE as error:
+            self._note(manifest.version, ref.key, error, HEAL)
+        else:
+            self.bytes += ref.size
+
     def _advance(self, manifest: Manifest, objects: list[Deltas | None]) -> None:
         """Move the weights on; they are lost, until an anchor, behind damage and at an origin of other bits."""
         good = [deltas for deltas in objects if deltas is not None]
@@ -120,7 +136,7 @@ class Verification:
         try:
             weights.advance(manifest, good)
         except DAMAGE as error:
-            if manifest.kind == "delta":
+            if manifest.kind != "origin":
                 remedy = "its content is not what was published: attach an anchor to a later version"
                 self._note(manifest.version, manifest.key, error, remedy)
             return

@@ -137,7 +137,7 @@ class RunView:
         return row is not None and row["manifest"] == manifest.sha256
 
     def _row(self, manifest: Manifest) -> Row:
-        self._objects[manifest.sha256] = manifest.objects
+        self._objects[manifest.sha256] = () if manifest.kind == "adapter" else manifest.objects  # those are no deltas
         return {
             "version": manifest.version,
             "epoch": manifest.epoch,

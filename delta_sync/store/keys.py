@@ -17,6 +17,7 @@ MANIFESTS = "manifests/"
 ANCHORS = "anchors/"
 DELTAS = "deltas/"
 FOLDS = "folds/"
+ADAPTERS = "adapters/"
 EPOCHS = "epochs/"
 REPLICAS = "replicas/"
 MAX_VERSION = 10**12 - 1
@@ -25,7 +26,7 @@ MAX_EPOCH = 10**6 - 1
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f\\\ud800-\udfff]")
 _MANIFEST = re.compile(r"manifests/([0-9]{12})-([0-9]{6})-([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json")
 _ANCHOR = re.compile(r"anchors/([0-9]{12})-([0-9]{6})/anchor\.json")
-_ATTACHED = re.compile(r"(?:deltas|anchors|folds)/([0-9]{12})-([0-9]{6})[-/].+")
+_ATTACHED = re.compile(r"(?:deltas|adapters|anchors|folds)/([0-9]{12})-([0-9]{6})[-/].+")
 _FOLD = re.compile(r"folds/([0-9]{12})-([0-9]{6})/([0-9]{12})\.json")
 _EPOCH = re.compile(r"epochs/([0-9]{6})\.json")
 
@@ -85,6 +86,11 @@ def manifest_prefix(version: int) -> str:
 def delta_key(version: int, epoch: int, sha256: str) -> str:
     """Where one object of a delta lies; it carries its content's hash, so writing it twice changes nothing."""
     return f"{DELTAS}{version:012d}-{epoch:06d}-{sha256[:16]}.safetensors"
+
+
+def adapter_key(version: int, epoch: int, sha256: str) -> str:
+    """Where a version's adapter lies, in the same way."""
+    return f"{ADAPTERS}{version:012d}-{epoch:06d}-{sha256[:16]}.safetensors"
 
 
 def anchor_folder(version: int, epoch: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -56,6 +56,9 @@ class Rank:
     too_small: bool = False
     skew: int = 0  # added to the staged "norm" sum: a wrong proof
     fail: set[str] = field(default_factory=set)
+    adapter: str | None = None  # sha256 of the object that is loaded
+    next_adapter: str | None = None
+    lora: ClassVar[dict[str, Any] | None] = None  # as an engine without --enable-lora
 
     def call(self, method: str, args: tuple[Any, ...]) -> dict[str, Any]:
         """What the extension does: catch everything, answer a dictionary."""
@@ -71,11 +74,12 @@ class Rank:
 
     def attach(self, config: dict[str, Any]) -> dict[str, Any]:
         tensors = {name: {"dtype": "BF16", "shape": list(shape)} for name, shape in SHAPES.items()}
-        return {"tensors": tensors, "regions": self.sums(self.live)}
+        return {"tensors": tensors, "regions": self.sums(self.live), "lora": self.lora}
 
     def stage_begin(self, plan: Plan) -> dict[str, Any]:
         self.loading = False
         self.staged, self.error, self.target = None, None, plan.target.version
+        self.next_adapter = plan.target.objects[0].sha256 if plan.target.kind == "adapter" else None
         try:
             if "stage" in self.fail:
                 raise Injected("stage fails")
@@ -135,11 +139,13 @@ class Rank:
         if self.staged is None or self.target != version:
             raise Injected("nothing staged")
         self.live, self.staged, self.committed = self.staged, self.live, True
+        self.adapter, self.next_adapter = self.next_adapter, self.adapter
         return {}
 
     def undo(self, version: int) -> dict[str, Any]:
         if self.committed and self.staged is not None:
             self.live, self.staged, self.committed = self.staged, self.live, False
+            self.adapter, self.next_adapter = self.next_adapter, self.adapter
         return {}
 
     def settle(self, version: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from delta_sync.adapter import AdapterConfig, encode_adapter
 from delta_sync.context_codec import CONTEXT_CODEC
 from delta_sync.context_file import encode_deltas_against
 from delta_sync.delta import diff
@@ -22,7 +23,7 @@ from delta_sync.keys import SigningKey
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import AnchorRecord, Manifest, PromptCache, TensorState
 from delta_sync.store.open import open_store
-from delta_sync.writer import Writer
+from delta_sync.writer import Writer, adapter_ref
 
 Bits = np.ndarray[Any, np.dtype[Any]]
 Weights = dict[str, Bits]
@@ -103,6 +104,25 @@ class Publisher:
         if corrupt == "object":
             return self._commit_damaged(states, touched, objects, sum(d.changed for d in deltas))
         return self._commit("delta", states, touched, objects, sum(d.changed for d in deltas), header.codec)
+
+    def adapter(self, seed: int, module: str = "w") -> Manifest:
+        """Publish a LoRA adapter of rank 1 for one matrix; the weights stay as they are."""
+        random = np.random.default_rng(seed)
+        rows, columns = self.weights[module].shape
+        kind = dtype("BF16")
+        tensors = [
+            (f"base_model.model.{module}.lora_{part}.weight", kind, shape, random.integers(0, 2**14, n).astype("<u2"))
+            for part, shape, n in (("A", (1, columns), columns), ("B", (rows, 1), rows))
+        ]
+        data = encode_adapter(self.writer.run, self.writer.next_version, AdapterConfig(1, 1, (module,)), tensors)
+        ref = adapter_ref(self.writer.next_version, self.writer.epoch, data)
+        self.ledger.store.put(ref.key, data)
+        states = {name: TensorState("BF16", shape, digest(bits, tensor_key(name))) for name, _, shape, bits in tensors}
+        base, size = self.states(), rows + columns
+        return self.writer.commit(
+            "adapter", self.steps, states, state_digest(base), model_fingerprint(base), [ref], changed=size, total=size,
+            codec=None, prompt_cache=self.prompt_cache,
+        )  # fmt: skip
 
     def step(self, seed: int, fraction: float = 0.02, corrupt: str | None = None) -> Manifest:
         """Change a random share of every tensor and publish it."""

@@ -55,6 +55,7 @@ class StandInReplica:
         self.generated_at: list[int | None] = []  # the version served at each completion request
         self.paused = threading.Event()
         self.pinned: int | None = None
+        self.lora: dict[str, Any] | None = None  # as if it served LoRA adapters
         self.vocab, self.acknowledges = vocab, acknowledges
         self._random = random.Random(0)
         self._lock = threading.Lock()
@@ -202,6 +203,7 @@ class StandInReplica:
                 "codecs": self.codecs,
                 "pinned_keys": list(self.ledger.keys.ids) if self.ledger.keys else [],
                 "pinned": self.pinned,
+                "lora": self.lora,
             }
 
     def tensors(self, _: Any = None) -> tuple[int, Any]:

@@ -40,7 +40,6 @@ def speculating(method: str, **more: Any) -> dict[str, Any]:
         ({"quantization": "fp8_per_tensor"}, "quantization.*got fp8_per_tensor"),
         ({"quantization": "fp8_per_channel"}, "quantization.*got fp8_per_channel"),
         ({"quantization": "fp8_per_block"}, "quantization.*got fp8_per_block"),
-        ({"enable_lora": True}, "LoRA"),
         ({"cpu_offload_gb": 1}, "weight offload"),
         ({"offload_group_size": 2}, "weight offload"),
         (speculating("eagle3"), "speculative decoding.*got eagle3"),

@@ -240,7 +240,6 @@ def config(**changes: object) -> Space:
         ({"model_config__enable_sleep_mode": True}, "sleep mode"),
         ({"load_config__load_format": "bitsandbytes"}, "load format.*bitsandbytes"),
         ({"parallel_config__enable_eplb": True}, "expert load balancing"),
-        ({"lora_config": Space()}, "LoRA"),
         ({"speculative_config": Space(method="eagle3")}, "speculative decoding.*eagle3"),
         ({"speculative_config": Space(method="mtp")}, "speculative decoding.*mtp"),
         ({"cache_config__cpu_offload_gb": 4}, "weight offload"),

@@ -9,6 +9,7 @@ from typing import Any
 from delta_sync.errors import MappingError
 from vllm_delta_plugin.cache_salt import ATTRIBUTE
 from vllm_delta_plugin.compat import batches
+from vllm_delta_plugin.compat.lora_seam import adapter_request
 from vllm_delta_plugin.compat.pause import EnginePause
 from vllm_delta_plugin.compat.seam import require, wrap
 from vllm_delta_plugin.config import find_config
@@ -179,6 +180,8 @@ def _salt(original: Callable[..., Any]) -> Callable[..., Any]:
         session = (request.trace_headers or {}).get(SESSION) or getattr(request, "session_id", None)
         salted = sync.salted(request.cache_salt, session)
         request.cache_salt = salted.cache_salt
+        if sync.serves_adapters and request.lora_request is None:
+            request.lora_request = adapter_request()
         result = original(self, request)
         setattr(result[0], ATTRIBUTE, salted)
         return result

@@ -3,6 +3,7 @@
 ``golden-1``: two trainers: epoch 1 publishes versions 1 to 3, and a late version 4 that loses; epoch 2 resumes with
 version 4. ``golden-2``: one trainer's versions 1 to 4, an anchor of the first, and a fold from there to version 4.
 ``golden-3``: versions 1 and 2 with the training log's numbers and a trace context, and an acknowledgement with its own.
+``golden-4``: an origin with an anchor, then versions 2 and 3, which are LoRA adapters; epoch 2 goes on with version 4.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from delta_sync import (
     tensor_key,
 )
 from delta_sync.ack import Ack
+from delta_sync.adapter import AdapterConfig, encode_adapter
 from delta_sync.anchor_files import write_anchor_files
 from delta_sync.digest import digest
 from delta_sync.fold_writer import attach_fold
 from delta_sync.records import Epoch, Head
 from delta_sync.store import LocalStore
-from delta_sync.store.keys import HEAD, anchor_folder, anchor_key, delta_key, fold_key
+from delta_sync.store.keys import HEAD, adapter_key, anchor_folder, anchor_key, delta_key, fold_key
 
 RUN = "golden-run"
 DTYPES = {"größe.weight": "F32", "layer.weight": "BF16", "scale": "F8_E4M3"}
@@ -97,6 +99,32 @@ class Golden:
         self.expected[manifest.sha256] = {
             "key": manifest.key,
             "bits": {name: [f"{int(value):0{2 * new[name].itemsize}x}" for value in new[name]] for name in sorted(new)},
+        }
+        return manifest
+
+    def adapter(
+        self, parent: Manifest, config: AdapterConfig, values: dict[str, tuple[list[int], tuple[int, ...]]]
+    ) -> Manifest:
+        version = parent.version + 1
+        kind = dtype("BF16")
+        tensors = [(name, kind, shape, np.array(bits, kind.carrier)) for name, (bits, shape) in values.items()]
+        data = encode_adapter(RUN, version, config, tensors)
+        sha256 = hashlib.sha256(data).hexdigest()
+        ref = ObjectRef(adapter_key(version, self.epoch, sha256), len(data), sha256)
+        self.store.put(ref.key, data)
+        elements = sum(bits.size for *_, bits in tensors)
+        manifest = replace(
+            parent, epoch=self.epoch, writer=self.writer, version=version, kind="adapter", base_version=version - 1,
+            parent=parent.sha256, steps=(10 * version - 9, 10 * version), objects=(ref,),
+            tensors={n: TensorState("BF16", shape, digest(bits, tensor_key(n))) for n, _, shape, bits in tensors},
+            changed_elements=elements, total_elements=elements,
+            codec=None, created_at=1000.5 + version,
+        )  # fmt: skip
+        self.store.create(manifest.key, manifest.to_bytes())
+        self.store.put(HEAD, Head(RUN, self.epoch, self.writer, version, manifest.sha256).to_bytes())
+        self.expected[manifest.sha256] = {
+            "key": manifest.key,
+            "adapter": {name: [f"{bit:04x}" for bit in bits] for name, (bits, _) in values.items()},
         }
         return manifest
 
@@ -195,7 +223,26 @@ def make_measured(folder: Path) -> None:
     (folder / "expected.json").write_text(json.dumps(expected, indent=1, ensure_ascii=False) + "\n")
 
 
+def make_adapters(folder: Path) -> None:
+    golden = Golden(folder / "run")
+    golden.claim(1, "trainer-a")
+    base = bits_of(FIRST)
+    origin = golden.manifest(None, None, base, {})
+    golden.anchor(origin, base)
+    config = AdapterConfig(1, 2, ("layer",), base_model="golden/base", task_type="CAUSAL_LM")
+    a, b = (f"base_model.model.layer.lora_{part}.weight" for part in "AB")
+    second = golden.adapter(origin, config, {a: ([0x3F80, 0xBF80, 0x0000, 0x8000], (1, 4)), b: ([0, 0], (2, 1))})
+    third = golden.adapter(
+        second, config, {a: ([0x3F81, 0xBF80, 0x7FC1, 0x8000], (1, 4)), b: ([0x3E00, 0xBE00], (2, 1))}
+    )
+    golden.claim(2, "trainer-b")
+    newest = golden.adapter(third, config, {a: ([0x4000, 0xBF80, 0, 0], (1, 4)), b: ([0x3E00, 0x8000], (2, 1))})
+    expected = {"newest": newest.sha256, "versions": golden.expected, "dtypes": DTYPES, "shapes": SHAPES}
+    (folder / "expected.json").write_text(json.dumps(expected, indent=1, ensure_ascii=False) + "\n")
+
+
 if __name__ == "__main__":
     target = Path(sys.argv[1])
     target.mkdir(parents=True)
-    {"golden-1": make, "golden-2": make_folded, "golden-3": make_measured}[target.name](target)
+    makers = {"golden-1": make, "golden-2": make_folded, "golden-3": make_measured, "golden-4": make_adapters}
+    makers[target.name](target)

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from delta_sync.cli.app import app
 from delta_sync.context_codec import CONTEXT_CODEC
-from delta_sync.delta_file import DEFAULT_CODEC
 from delta_sync.errors import StoreError
+from delta_sync.gap_codec import DEFAULT_CODEC, PLANE_CODEC
 from delta_sync.ledger import Ledger
 from delta_sync.limits import for_model
 from delta_sync.retention import delete, find_trim
@@ -649,7 +649,7 @@ def test_the_parts_of_an_engine_know_its_ranks_and_its_model(tmp_path, monkeypat
     sync = DeltaSync(ReplicaConfig("run"), facts, executor.collective_rpc, lambda: None, lambda *_: Pause())
     status = sync.status()
     assert status["uri"] == f"file://{tmp_path}/run"
-    assert (status["codecs"], status["ranks"]) == ((DEFAULT_CODEC, CONTEXT_CODEC), 2)
+    assert (set(status["codecs"]), status["ranks"]) == ({DEFAULT_CODEC, PLANE_CODEC, CONTEXT_CODEC}, 2)
     assert sync._coordinator._ledger.limits == for_model(len(SHAPES))
 
 

@@ -35,6 +35,7 @@ from trl_callback.session import Session, Subject
 from trl_callback.status_client import StatusClient
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed (extra peft)")
+pytestmark = pytest.mark.long
 PROMPT = list(range(10, 150))  # longer than a block
 KEY = SigningKey.generate()
 TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]  # parts of packed layers, and whole ones
@@ -202,7 +203,6 @@ def test_a_hundred_versions_leave_nothing_behind(world: World) -> None:
     assert world.tokens() == theirs(world, "hundred")
 
 
-@pytest.mark.long
 def test_a_restarted_server_and_a_late_one_serve_the_newest_adapter(world: World) -> None:
     before = world.tokens()
     world.server.stop()

@@ -20,7 +20,8 @@ from delta_sync.limits import Limits
 from delta_sync.steps import ESCAPE, decode_steps, encode_steps, sign_bytes
 from delta_sync.tensor_delta import TensorDelta
 
-DEFAULT_CODEC, PLANE_CODEC = "gap8-ulp8-zstd", "gap8-plane-zstd"
+DEFAULT_CODEC = "gap8-ulp8-zstd"
+PLANE_CODEC = "gap8-plane-zstd"
 _SAMPLE = 4096  # steps of a tensor that decide which of the two it would be smaller in
 
 

@@ -16,6 +16,7 @@ from delta_sync.plan import Plan, Position
 from vllm_delta_plugin.config import ReplicaConfig
 from vllm_delta_plugin.control import Control
 from vllm_delta_plugin.engine_commit import RolledBack
+from vllm_delta_plugin.fallback import Fallback
 from vllm_delta_plugin.holding import Hold
 from vllm_delta_plugin.live import Live
 from vllm_delta_plugin.log import logger
@@ -45,6 +46,8 @@ class Coordinator:
         self._report = Reporter(ledger, status, config.acknowledge, live.outputs.gap)
         self._taker = Taker(live, status, self._report)
         self._control = Control(ledger, live, status, self._taker, self._scan_now)
+        self._fallback = Fallback(ledger, live, status, self._taker)
+        self._fell_back: Hashable = None  # from what; once for each look of the store
         self._hold = Hold(config.retry)
         self._wake = threading.Event()  # ends a pause of the thread early
         self._waiters = Waiters()
@@ -198,11 +201,13 @@ class Coordinator:
             raise error
         self.status.saw(top.version)
         self._report.unreadable(top, error)
-        self._hold.start()
+        if self._hold.over():
+            self._fall_back(top, None, error)
 
-    def _signal(self, newest: Manifest) -> Hashable:
+    def _signal(self, newest: Manifest | Position) -> Hashable:
         """What a publisher's remedy would change: a newer version or another anchor."""
-        return newest.sha256, tuple((a.version, a.epoch) for a in self._ledger.anchors())
+        manifest = newest.sha256 if isinstance(newest, Manifest) else newest.manifest
+        return manifest, tuple((a.version, a.epoch) for a in self._ledger.anchors())
 
     def _plan(self) -> Plan | None:
         position = self._live.position
@@ -219,9 +224,11 @@ class Coordinator:
             self._tried_anchor = anchor
             if self._newest is None:
                 raise
-            if not self._anchor_may_come(self._newest, error):
+            if self._anchor_may_come(self._newest, error):
+                self._hold.start(self._signal(self._newest))
+            else:
                 self._report.no_way(self._newest, error)
-            self._hold.start(self._signal(self._newest))
+                self._fall_back(self._newest, None, error)
             return None
         self._tried_anchor = plan is not None and plan.start == "anchor"
         if plan is None:
@@ -280,7 +287,17 @@ class Coordinator:
 
     def _refuse(self, plan: Plan, error: DeltaSyncError) -> None:
         self._report.refused(plan, error)
-        self._hold.start(self._signal(plan.target))
+        self._fall_back(plan.target, plan, error)
+
+    def _fall_back(self, refused: Manifest | Position, plan: Plan | None, error: DeltaSyncError) -> None:
+        """Wait for a remedy, serving the newest version before the refused one that can be proven."""
+        signal = self._signal(refused)
+        if self._control.target is None and signal != self._fell_back:
+            if self._fallback.take(refused.version, plan, error):
+                self._serve_waiters()
+                self._report.acknowledge()
+            self._fell_back = signal
+        self._hold.start(signal)
 
     # -- auditing ------------------------------------------------------------------------------
 

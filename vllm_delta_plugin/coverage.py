@@ -87,6 +87,7 @@ def map_weights(model: torch.nn.Module, trace: Trace, shapes: Mapping[str, tuple
         except MappingError as error:
             result.problems.setdefault(copy.source, str(error))
     _check_overlaps(result)
+    _check_left_out(result)
     return result
 
 
@@ -118,6 +119,18 @@ def _check_overlaps(result: WeightMap) -> None:
         if overlapping((r.dst_offset, r.dst_strides, r.shape) for r in regions):
             for name in by_tensor(regions):
                 result.problems.setdefault(name, f"its elements in {result.storages[storage].owner} are loaded twice")
+
+
+def _check_left_out(result: WeightMap) -> None:
+    """A module that is loaded only in part is not the one that is trained; whole ones may be (a draft's layers, say)."""
+    loaded = {_module(name) for name in result.regions} - {""}
+    for name in result.ignored:
+        if _module(name) in loaded:
+            result.problems.setdefault(name, "vLLM's loader leaves it out, though it reads the rest of that module")
+
+
+def _module(tensor: str) -> str:
+    return tensor.rpartition(".")[0]
 
 
 def _check_copies(result: WeightMap, name: str, regions: list[Region]) -> None:

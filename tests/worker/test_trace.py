@@ -95,6 +95,28 @@ def test_unread_tensors_are_listed() -> None:
     assert weights.ignored == ["b"] and "b" in weights.known
 
 
+class Partly(torch.nn.Module):
+    """A head whose loader forgets the bias, as vLLM's does for Phi-2, and a draft's head, all of which it leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(8, 6, dtype=torch.bfloat16)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "head.weight":
+                self.head.weight.data.copy_(tensor)
+
+
+def test_a_module_that_is_loaded_in_part_is_refused_and_one_that_is_left_out_is_not() -> None:
+    shapes = {"head.weight": (6, 8), "head.bias": (6,), "mtp.head.weight": (6, 8), "mtp.head.bias": (6,)}
+    model = Partly()
+    weights = map_weights(model, trace_load(model, shapes, torch.bfloat16), shapes)
+    assert weights.ignored == ["head.bias", "mtp.head.weight", "mtp.head.bias"]
+    with pytest.raises(MappingError, match=r"'head.bias' \(one of 1 .* leaves it out"):
+        weights.check()
+
+
 def test_constants_written_by_the_loader_are_left_alone() -> None:
     def load(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
         rows(model, name).copy_(tensor)

@@ -122,7 +122,7 @@ def _check_overlaps(result: WeightMap) -> None:
 
 
 def _check_left_out(result: WeightMap) -> None:
-    """A module that is loaded only in part is not the one that is trained; whole ones may be (a draft's layers, say)."""
+    """A module loaded only in part is not the one that is trained; one left out as a whole may be (a draft, say)."""
     loaded = {_module(name) for name in result.regions} - {""}
     for name in result.ignored:
         if _module(name) in loaded:

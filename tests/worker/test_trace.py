@@ -96,7 +96,7 @@ def test_unread_tensors_are_listed() -> None:
 
 
 class Partly(torch.nn.Module):
-    """A head whose loader forgets the bias, as vLLM's does for Phi-2, and a draft's head, all of which it leaves out."""
+    """A loader that forgets the head's bias, as vLLM's does for Phi-2, and leaves out all of a draft's head."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ class Coordinator:
         self._taker = Taker(live, status, self._report)
         self._control = Control(ledger, live, status, self._taker, self._scan_now)
         self._fallback = Fallback(ledger, live, status, self._taker)
-        self._fell_back: Hashable = None  # from what; once for each look of the store
+        self._searched: Hashable = None  # what the store looked like, and where that led: not searched again
         self._hold = Hold(config.retry)
         self._wake = threading.Event()  # ends a pause of the thread early
         self._waiters = Waiters()
@@ -186,7 +186,7 @@ class Coordinator:
             return None
         self._newest = newest
         self.status.saw(newest.version, newest.created_at)
-        if self._hold.active and not self._hold.over(self._signal(newest)):
+        if self._hold.active and not self._hold.over(self._signal(newest.sha256)):
             return None
         return None if self._is_at(pinned) else newest
 
@@ -204,9 +204,8 @@ class Coordinator:
         if self._hold.over():
             self._fall_back(top, None, error)
 
-    def _signal(self, newest: Manifest | Position) -> Hashable:
+    def _signal(self, manifest: str) -> Hashable:
         """What a publisher's remedy would change: a newer version or another anchor."""
-        manifest = newest.sha256 if isinstance(newest, Manifest) else newest.manifest
         return manifest, tuple((a.version, a.epoch) for a in self._ledger.anchors())
 
     def _plan(self) -> Plan | None:
@@ -224,11 +223,12 @@ class Coordinator:
             self._tried_anchor = anchor
             if self._newest is None:
                 raise
+            newest = Position(self._newest.version, self._newest.sha256)
             if self._anchor_may_come(self._newest, error):
-                self._hold.start(self._signal(self._newest))
+                self._hold.start(self._signal(newest.manifest))
             else:
                 self._report.no_way(self._newest, error)
-                self._fall_back(self._newest, None, error)
+                self._fall_back(newest, None, error)
             return None
         self._tried_anchor = plan is not None and plan.start == "anchor"
         if plan is None:
@@ -287,16 +287,16 @@ class Coordinator:
 
     def _refuse(self, plan: Plan, error: DeltaSyncError) -> None:
         self._report.refused(plan, error)
-        self._fall_back(plan.target, plan, error)
+        self._fall_back(plan.position, plan, error)
 
-    def _fall_back(self, refused: Manifest | Position, plan: Plan | None, error: DeltaSyncError) -> None:
+    def _fall_back(self, refused: Position, plan: Plan | None, error: DeltaSyncError) -> None:
         """Wait for a remedy, serving the newest version before the refused one that can be proven."""
-        signal = self._signal(refused)
-        if self._control.target is None and signal != self._fell_back:
+        signal = self._signal(refused.manifest)
+        if self._control.target is None and (signal, self._live.position) != self._searched:
             if self._fallback.take(refused.version, plan, error):
                 self._serve_waiters()
                 self._report.acknowledge()
-            self._fell_back = signal
+            self._searched = signal, self._live.position
         self._hold.start(signal)
 
     # -- auditing ------------------------------------------------------------------------------

@@ -166,6 +166,21 @@ def test_a_load_in_place_that_fails_is_followed_by_one_of_less(
     assert replica.executor.equal(trainer.weights)
 
 
+def test_memory_that_is_poisoned_meanwhile_is_what_could_be_proven_again(
+    trainer: Publisher, replica_of: Make, weights: Any
+) -> None:
+    anchor(trainer, trainer.origin())
+    good = bits(trainer)
+    trainer.step(1, corrupt="object")
+    replica = replica_of(other(weights)).start()
+    refused_at(replica, 1, 2, good)
+    for rank in replica.executor.ranks:
+        rank.live["norm"][0] ^= 1
+    replica.coordinator.scan().result(10)
+    refused_at(replica, 1, 2, good)
+    assert replica.status["audit"]["completed"] == 1
+
+
 def test_nothing_to_fall_back_to_is_searched_for_once(trainer: Publisher, replica_of: Make, weights: Any) -> None:
     """Neither the store nor the engine is kept busy while nobody heals; another anchor is another look."""
     first = trainer.origin()

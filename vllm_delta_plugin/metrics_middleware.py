@@ -57,6 +57,7 @@ class MetricsMiddleware:
         if engine is None:
             return b""
         results = await ask_each(engine, "delta_sync_metrics", timeout=PATIENCE)
+        del self._engines[len(results) :]  # vLLM can be told to go on with fewer, or with more
         self._engines += [_Engine(index) for index in range(len(self._engines), len(results))]
         for known, result in zip(self._engines, results, strict=True):
             known.hear(result)

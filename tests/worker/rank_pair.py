@@ -36,10 +36,10 @@ def load(model: str, options: dict[str, Any], rank: int, port: int) -> Any:
     config = EngineArgs(model=model, **(args | options)).create_engine_config()
     config.parallel_config.rank = rank
     with set_current_vllm_config(config):
-        if not parallel_state.model_parallel_is_initialized():
-            init_distributed_environment(2, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
-            parallel = config.parallel_config
-            initialize_model_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        init_distributed_environment(2, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")  # does nothing the second time
+        parallel_state.destroy_model_parallel()  # only for a mixture of experts are there groups of its ranks
+        parallel = config.parallel_config
+        initialize_model_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         return get_model(vllm_config=config)
 
 

@@ -114,8 +114,13 @@ def test_served_by_two_ranks(share: str, flavour: str, tmp_path: Path, cells: Ta
     work, publishers = jobs(names, FLAVOURS[flavour], tmp_path)
     results = run_pair(work)
     assert set(results) == set(names)
+    wrong = {}
     for name in names:
-        cells.check(name, flavour, judge(results[name], publishers[name]))
+        try:
+            cells.check(name, flavour, judge(results[name], publishers[name]))
+        except AssertionError as error:
+            wrong[name] = str(error)
+    assert not wrong, wrong
 
 
 @pytest.mark.parametrize("how", [pytest.param(how, marks=RARE) for how in QUANTISED])

@@ -117,6 +117,35 @@ def test_a_module_that_is_loaded_in_part_is_refused_and_one_that_is_left_out_is_
         weights.check()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_bias_that_one_rank_adds_for_all_is_a_constant_on_the_others(rank: int) -> None:
+    """What gpt-oss does to its experts' bias."""
+    model = Partly()
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "head.bias" and rank:
+                tensor.zero_()
+            model.get_parameter(name).data.copy_(tensor)
+
+    model.load_weights = load  # type: ignore[method-assign, assignment]
+    shapes = {"head.weight": (6, 8), "head.bias": (6,)}
+    weights = map_weights(model, trace_load(model, shapes, torch.bfloat16), shapes)
+    weights.check()
+    assert weights.ignored == ["head.bias"] * rank
+    assert set(weights.regions) == {"head.weight", "head.bias"} - set(weights.ignored)
+
+
+def test_a_tensor_of_which_a_part_is_replaced_is_refused() -> None:
+    def load(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+        if name == "b":
+            tensor[3:].zero_()
+        plain(model, name, tensor)
+
+    _, weights = traced(load)
+    assert "changed by aten.zero_" in weights.problems["b"]
+
+
 def test_constants_written_by_the_loader_are_left_alone() -> None:
     def load(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
         rows(model, name).copy_(tensor)

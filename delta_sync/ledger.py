@@ -198,6 +198,10 @@ class Ledger:
         top = max(names, key=lambda name: (name.version, name.epoch), default=None)
         return None if top is None else Position(top.version, self._reader.hash(top))
 
+    def newest_below(self, version: int) -> Manifest | None:
+        """The newest version before ``version``, whether or not that can be read; raises what head() raises."""
+        return newest_listed(self._reader, below=version)
+
     def manifest(self, version: int, sha256: str | None = None) -> Manifest:
         """One version's manifest, by hash, or the one on the newest version's chain; ChainError if there is none."""
         if sha256 is not None:

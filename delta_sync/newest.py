@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import Future
 
 from delta_sync.errors import ChainError
@@ -35,9 +36,9 @@ def walk_forward(
     return newest
 
 
-def newest_listed(reader: ManifestReader) -> Manifest | None:
-    """The highest version of the highest epoch whose first manifest continues the run; None in an empty store."""
-    names = reader.names(MANIFESTS)
+def newest_listed(reader: ManifestReader, below: float = math.inf) -> Manifest | None:
+    """The highest version (under ``below``) of the highest epoch whose first manifest continues the run, if any."""
+    names = [name for name in reader.names(MANIFESTS) if name.version < below]
     passed: list[ManifestName] = []
     for epoch in sorted({name.epoch for name in names}, reverse=True):
         branch = _of_claimant(reader, [name for name in names if name.epoch == epoch])

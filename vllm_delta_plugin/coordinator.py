@@ -16,6 +16,7 @@ from delta_sync.plan import Plan, Position
 from vllm_delta_plugin.config import ReplicaConfig
 from vllm_delta_plugin.control import Control
 from vllm_delta_plugin.engine_commit import RolledBack
+from vllm_delta_plugin.fallback import Fallback
 from vllm_delta_plugin.holding import Hold
 from vllm_delta_plugin.live import Live
 from vllm_delta_plugin.log import logger
@@ -45,6 +46,8 @@ class Coordinator:
         self._report = Reporter(ledger, status, config.acknowledge, live.outputs.gap)
         self._taker = Taker(live, status, self._report)
         self._control = Control(ledger, live, status, self._taker, self._scan_now)
+        self._fallback = Fallback(ledger, live, status, self._taker)
+        self._searched: Hashable = None  # what the store looked like, and where that led: not searched again
         self._hold = Hold(config.retry)
         self._wake = threading.Event()  # ends a pause of the thread early
         self._waiters = Waiters()
@@ -183,7 +186,7 @@ class Coordinator:
             return None
         self._newest = newest
         self.status.saw(newest.version, newest.created_at)
-        if self._hold.active and not self._hold.over(self._signal(newest)):
+        if self._hold.active and not self._hold.over(self._signal(newest.sha256)):
             return None
         return None if self._is_at(pinned) else newest
 
@@ -198,11 +201,12 @@ class Coordinator:
             raise error
         self.status.saw(top.version)
         self._report.unreadable(top, error)
-        self._hold.start()
+        if self._hold.over():
+            self._fall_back(top, None, error)
 
-    def _signal(self, newest: Manifest) -> Hashable:
+    def _signal(self, manifest: str) -> Hashable:
         """What a publisher's remedy would change: a newer version or another anchor."""
-        return newest.sha256, tuple((a.version, a.epoch) for a in self._ledger.anchors())
+        return manifest, tuple((a.version, a.epoch) for a in self._ledger.anchors())
 
     def _plan(self) -> Plan | None:
         position = self._live.position
@@ -219,9 +223,12 @@ class Coordinator:
             self._tried_anchor = anchor
             if self._newest is None:
                 raise
-            if not self._anchor_may_come(self._newest, error):
+            newest = Position(self._newest.version, self._newest.sha256)
+            if self._anchor_may_come(self._newest, error):
+                self._hold.start(self._signal(newest.manifest))
+            else:
                 self._report.no_way(self._newest, error)
-            self._hold.start(self._signal(self._newest))
+                self._fall_back(newest, None, error)
             return None
         self._tried_anchor = plan is not None and plan.start == "anchor"
         if plan is None:
@@ -280,7 +287,17 @@ class Coordinator:
 
     def _refuse(self, plan: Plan, error: DeltaSyncError) -> None:
         self._report.refused(plan, error)
-        self._hold.start(self._signal(plan.target))
+        self._fall_back(plan.position, plan, error)
+
+    def _fall_back(self, refused: Position, plan: Plan | None, error: DeltaSyncError) -> None:
+        """Wait for a remedy, serving the newest version before the refused one that can be proven."""
+        signal = self._signal(refused.manifest)
+        if self._control.target is None and (signal, self._live.position) != self._searched:
+            if self._fallback.take(refused.version, plan, error):
+                self._serve_waiters()
+                self._report.acknowledge()
+            self._searched = signal, self._live.position
+        self._hold.start(signal)
 
     # -- auditing ------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -87,6 +87,7 @@ def map_weights(model: torch.nn.Module, trace: Trace, shapes: Mapping[str, tuple
         except MappingError as error:
             result.problems.setdefault(copy.source, str(error))
     _check_overlaps(result)
+    _check_left_out(result, trace.blank)
     return result
 
 
@@ -118,6 +119,18 @@ def _check_overlaps(result: WeightMap) -> None:
         if overlapping((r.dst_offset, r.dst_strides, r.shape) for r in regions):
             for name in by_tensor(regions):
                 result.problems.setdefault(name, f"its elements in {result.storages[storage].owner} are loaded twice")
+
+
+def _check_left_out(result: WeightMap, blank: Set[str]) -> None:
+    """A module loaded only in part is not the one that is trained; one left out as a whole may be (a draft, say)."""
+    loaded = {_module(name) for name in result.regions} - {""}
+    for name in result.ignored:
+        if _module(name) in loaded and name not in blank:
+            result.problems.setdefault(name, "vLLM's loader leaves it out, though it reads the rest of that module")
+
+
+def _module(tensor: str) -> str:
+    return tensor.rpartition(".")[0]
 
 
 def _check_copies(result: WeightMap, name: str, regions: list[Region]) -> None:

@@ -1,7 +1,12 @@
-"""Failures on demand, for tests only: config ``{"fault": {"rank": 1, "at": "commit", "times": 1}}``."""
+"""Failures on demand, for tests only: config ``{"fault": {"rank": 1, "at": "commit", "times": 1}}``.
+
+With ``"kill": true`` the rank's process ends there, as if the machine's memory had run out.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +24,7 @@ class Faults:
         mine = bool(config) and int(config.get("rank", 0)) == rank
         self._at = str(config["at"]) if mine else None
         self._left = int(config.get("times", 1)) if mine else 0
+        self._kill = bool(config.get("kill"))
         if self._at is not None and self._at not in POINTS:
             raise ValueError(f"fault point {self._at!r}, expected one of {POINTS}")
 
@@ -26,4 +32,6 @@ class Faults:
         """Fail here if so asked."""
         if point == self._at and self._left > 0:
             self._left -= 1
+            if self._kill:
+                os.kill(os.getpid(), signal.SIGKILL)
             raise InjectedFault(f"injected at {point}")

@@ -32,6 +32,12 @@ KINDS = (  # of failures; a label must not grow with what a hostile bucket can c
 )
 
 
+def known(kind: str) -> str:
+    """An error's class as a label says it: one of KINDS."""
+    kind = kind.partition("/")[0]
+    return kind if kind in KINDS else OTHER
+
+
 @dataclass
 class Histogram:
     """Observations in buckets of upper bounds ``bounds``, and one more for what is above the last."""
@@ -75,8 +81,7 @@ class Measures:
 
     def failed(self, kind: str) -> None:
         """Something failed with an error of this class, here or on a rank."""
-        kind = kind.partition("/")[0]
-        self.failures[kind if kind in self.failures else OTHER] += 1
+        self.failures[known(kind)] += 1
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON."""

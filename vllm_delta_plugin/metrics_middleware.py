@@ -7,17 +7,19 @@ them answers the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
 
-from vllm_delta_plugin.compat.client import ask_engines
+from vllm_delta_plugin.compat.client import ask_each
 from vllm_delta_plugin.log import logger
 from vllm_delta_plugin.prometheus import Answer, exposition
 from vllm_delta_plugin.version_middleware import Message, Receive, Send
 
 PATIENCE = 2.0  # seconds an engine has to answer; in a longer step the numbers before it are shown again
+STALE = 60.0  # seconds for which they are; an engine that died says nothing at once
 _PLAIN = (b"accept", b"accept-encoding")
 
 
@@ -26,7 +28,7 @@ class MetricsMiddleware:
 
     def __init__(self, app: Any) -> None:
         self._app = app
-        self._last: Sequence[Answer] = ()
+        self._engines: list[_Engine] = []
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """One request."""
@@ -54,11 +56,32 @@ class MetricsMiddleware:
         engine = getattr(state, "delta_sync_engine", None)
         if engine is None:
             return b""
-        try:
-            answers = await ask_engines(engine, "delta_sync_metrics", timeout=PATIENCE)
-            self._last = [answer for answer in answers if answer is not None]
-        except TimeoutError:
-            pass
-        except Exception:  # noqa: BLE001  # a dead engine must not hide what vLLM says of it
-            logger.debug("delta sync: no metrics from the engine", exc_info=True)
-        return exposition(self._last) if self._last else b""
+        results = await ask_each(engine, "delta_sync_metrics", timeout=PATIENCE)
+        del self._engines[len(results) :]  # vLLM can be told to go on with fewer, or with more
+        self._engines += [_Engine(index) for index in range(len(self._engines), len(results))]
+        for known, result in zip(self._engines, results, strict=True):
+            known.hear(result)
+        answers = [known.answer for known in self._engines]
+        return exposition(answers) if any(answers) else b""
+
+
+class _Engine:
+    """What one engine's metrics are made of: its last answer for as long as that may stand for it."""
+
+    def __init__(self, index: int) -> None:
+        self.answer: Answer | None = None  # None: it never answered, or follows no run
+        self._index = index
+        self._heard_at = -math.inf
+        self._silent = False
+
+    def hear(self, result: Answer | BaseException | None) -> None:
+        """An answer, or why there is none: then all but ``up`` goes with the engine, and the log says so once."""
+        if not isinstance(result, BaseException):
+            self.answer = None if result is None else {**result, "up": True}
+            self._heard_at, self._silent = time.monotonic(), False
+        elif not isinstance(result, TimeoutError) or time.monotonic() - self._heard_at > STALE:
+            if self.answer is not None:
+                self.answer = {"model": self.answer["model"], "up": False}
+            if not self._silent:
+                logger.warning("delta sync: engine %d is left out of /metrics: %r", self._index, result)
+            self._silent = True

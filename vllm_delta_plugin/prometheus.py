@@ -10,9 +10,12 @@ from typing import Any, Literal
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from vllm_delta_plugin.measures import known
+
 Answer = Mapping[str, Any]  # one engine's
 Samples = Mapping[tuple[str, ...], Any]  # values of a metric's own labels -> number, or a histogram as in measures.py
 ENGINE = ("model_name", "engine")  # labels of every metric, as in vLLM's own
+UP = "delta_sync_engine_up"
 STATES = ("waiting", "live", "refused", "poisoned")
 
 
@@ -49,6 +52,15 @@ def _histogram(name: str) -> Callable[[Answer], Samples]:
     return lambda answer: {(): answer["measures"]["histograms"][name]}
 
 
+def _is_up(answer: Answer) -> bool:
+    return bool(answer.get("up", True))
+
+
+def _refused(answer: Answer) -> Samples:
+    refusal = answer["refusal"]
+    return {("",): 0.0} if refusal is None else {(known(refusal["kind"]),): float(refusal["version"])}
+
+
 METRICS = (
     Exported(
         "delta_sync_info",
@@ -56,6 +68,12 @@ METRICS = (
         "Always 1; the labels say who this is.",
         lambda answer: {(answer["replica"], answer["run"] or "", answer["plugin"], answer["transition"]): 1.0},
         ("replica", "run", "plugin_version", "transition"),
+    ),
+    Exported(
+        UP,
+        "gauge",
+        "1 while the engine answers, 0 once it is dead or silent for 60 s; all its other series are gone then.",
+        lambda answer: {(): float(_is_up(answer))},
     ),
     Exported("delta_sync_served_version", "gauge", "Version that is served, 0 before the first.", _one("version", 0.0)),
     Exported("delta_sync_newest_version", "gauge", "Newest version in the store.", _one("newest_version", 0.0)),
@@ -72,6 +90,13 @@ METRICS = (
         "1 for the state that the replica is in, 0 for the others.",
         lambda answer: {(state,): float(answer["state"] == state) for state in STATES},
         ("state",),
+    ),
+    Exported(
+        "delta_sync_refused_version",
+        "gauge",
+        "Version that is not taken, 0 while all are; the label is the error's class.",
+        _refused,
+        ("kind",),
     ),
     Exported("delta_sync_ready", "gauge", "1 while /delta_sync/ready says 200.", _one("ready")),
     Exported(
@@ -138,17 +163,20 @@ METRICS = (
 )
 
 
-def exposition(answers: Sequence[Answer]) -> bytes:
-    """The metrics of all engines in Prometheus' text format; ``answers`` in engine order."""
+def exposition(answers: Sequence[Answer | None]) -> bytes:
+    """The metrics of all engines in Prometheus' text format.
+
+    ``answers``: in engine order, None for one that says nothing; {"model", "up": False} for one that is gone.
+    """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Answers(answers))
+    registry.register(_Answers({index: answer for index, answer in enumerate(answers) if answer is not None}))
     return generate_latest(registry)
 
 
 class _Answers:
     """What prometheus_client calls a collector."""
 
-    def __init__(self, answers: Sequence[Answer]) -> None:
+    def __init__(self, answers: Mapping[int, Answer]) -> None:
         self._answers = answers
 
     def collect(self) -> Iterator[Metric]:
@@ -156,16 +184,17 @@ class _Answers:
         return (_family(metric, self._answers) for metric in METRICS)
 
 
-def _family(metric: Exported, answers: Sequence[Answer]) -> Metric:
+def _family(metric: Exported, answers: Mapping[int, Answer]) -> Metric:
     labels = [*ENGINE, *metric.labels]
     kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
     family: Any = kinds[metric.kind](metric.name, metric.help, labels=labels)
-    for index, answer in enumerate(answers):
-        for values, sample in metric.read(answer).items():
-            known = [str(answer["model"]), str(index), *values]
+    for engine, answer in answers.items():
+        samples = metric.read(answer) if metric.name == UP or _is_up(answer) else {}
+        for values, sample in samples.items():
+            labelled = [str(answer["model"]), str(engine), *values]
             if metric.kind == "histogram":
                 bounds = [*map(str, sample["bounds"]), "+Inf"]
-                family.add_metric(known, list(zip(bounds, accumulate(sample["counts"]), strict=True)), sample["sum"])
+                family.add_metric(labelled, list(zip(bounds, accumulate(sample["counts"]), strict=True)), sample["sum"])
             else:
-                family.add_metric(known, sample)
+                family.add_metric(labelled, sample)
     return family  # type: ignore[no-any-return]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
@@ -109,6 +110,7 @@ class Status:
     last_error: dict[str, Any] | None = None
     _sightings: dict[int, Sighting] = field(default_factory=dict, repr=False)  # of versions newer than what is served
     _refused: set[Refusal] = field(default_factory=set, repr=False)
+    _keeping: bool = field(default=False, repr=False)  # whether a refusal outlives that a version is taken
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     @property
@@ -151,12 +153,23 @@ class Status:
             served.state_digest = state_digest or ""
 
     def serves(self, served: Served) -> None:
-        """A version was taken: nothing is refused, live memory is proven. All of it is seen at once."""
+        """A version was taken: live memory is proven and, unless that is to be kept, nothing is refused any more."""
         with self._lock:
-            self.served, self.refusal, self.poisoned = served, None, False
-            self._refused.clear()
+            self.served, self.poisoned = served, False
+            if not self._keeping:
+                self.refusal = None
+                self._refused.clear()
             self.newest_version = max(served.version or 0, self.newest_version or 0)
             self._sightings = {v: seen for v, seen in self._sightings.items() if v > (served.version or 0)}
+
+    @contextmanager
+    def keeping_refusal(self) -> Iterator[None]:
+        """What is taken meanwhile is less than what was refused."""
+        self._keeping = True
+        try:
+            yield
+        finally:
+            self._keeping = False
 
     def saw(self, version: int, made: float | None = None) -> None:
         """This is the newest version the store has, ``made`` at that unix time if it can be read."""

@@ -37,11 +37,15 @@ class Copy:
 
 @dataclass
 class Trace:
-    """What loading did: ``copies``, why some tensors cannot be followed, and which the loader never read from."""
+    """What loading did: ``copies``, why some tensors cannot be followed, and which the loader never read from.
+
+    ``blank``: of those, what it had but replaced by a constant, since another rank holds the values.
+    """
 
     copies: list[Copy] = field(default_factory=list)
     problems: dict[str, str] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
+    blank: set[str] = field(default_factory=set)
 
 
 def trace_load(model: torch.nn.Module, tensors: Mapping[str, Ints], dtype: torch.dtype) -> Trace:
@@ -91,7 +95,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(self._is_live(tensor) for tensor in written):
             return self._other_write(func, args, written)
         for tensor in written:
-            self._refuse_changed(tensor, str(func))
+            if func in _CONSTANTS and self._is_whole(tensor):
+                self.trace.blank.add(self._sources.pop(_key(tensor)).source)
+            else:
+                self._refuse_changed(tensor, str(func))
         out = func(*args, **kwargs)
         if func in _SAME_VALUES and out.dtype == args[0].dtype:
             self._rearranged(args[0], out)
@@ -100,6 +107,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _is_live(self, tensor: torch.Tensor) -> bool:
         return _key(tensor) in self._live
+
+    def _is_whole(self, tensor: torch.Tensor) -> bool:
+        """Whether it is all of a checkpoint tensor, or of a copy of one."""
+        return _key(tensor) in self._sources and tensor.nbytes == tensor.untyped_storage().nbytes()
 
     def _refuse_changed(self, tensor: torch.Tensor, op: str) -> None:
         if _key(tensor) in self._sources:

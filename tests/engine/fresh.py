@@ -40,14 +40,16 @@ def ask(
     return list(run(folder, "oracle.py", {**content, "sync": list(sync)}, multiprocessing))
 
 
-def run(folder: Path, script: str, content: Mapping[str, Any], multiprocessing: bool = False) -> Any:
-    """What a script beside this one answers; an AssertionError with the log if it fails."""
+def run(
+    folder: Path, script: str, content: Mapping[str, Any], multiprocessing: bool = False, timeout: float = 300
+) -> Any:
+    """What a script beside this one answers within ``timeout`` seconds; an AssertionError with the log if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
     request, answer, log = folder / "request.json", folder / "answer.json", folder / "log.txt"
     request.write_text(json.dumps(content))
     env = {**os.environ, **QUIET_CPU, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing))}
     with log.open("wb") as out:
         command = [sys.executable, str(Path(__file__).with_name(script)), str(request), str(answer)]
-        done = subprocess.run(command, env=env, stdout=out, stderr=subprocess.STDOUT, timeout=300, check=False)
+        done = subprocess.run(command, env=env, stdout=out, stderr=subprocess.STDOUT, timeout=timeout, check=False)
     assert done.returncode == 0, log.read_text(errors="replace")[-4000:]
     return json.loads(answer.read_text())

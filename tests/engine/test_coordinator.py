@@ -465,15 +465,15 @@ def test_a_load_that_fails_keeps_the_engine_paused_until_one_succeeds(trainer, r
     replica = replica_of(other(weights))
     too_small(replica)
     anchor(trainer, trainer.origin())
-    trainer.change(1)
-    bad = trainer.delta(corrupt="content")
+    trainer.step(1)
+    replica.executor.ranks[1].fail = {"load_dense"}
     replica.start()
     status = replica.wait("the refusal", lambda s: s["refusal"])
     assert (status["state"], status["version"]) == ("poisoned", None)
     time.sleep(0.5)
     assert replica.pause.paused
     assert replica.status["version"] is None
-    anchor(trainer, bad)
+    replica.executor.ranks[1].fail = set()
     status = replica.wait_version(2)
     assert status["state"] == "live"
     assert not replica.pause.paused

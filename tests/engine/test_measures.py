@@ -13,7 +13,7 @@ from delta_sync.errors import DeltaSyncError
 from vllm_delta_plugin.measures import BUCKETS, KINDS, Measures
 from vllm_delta_plugin.output_clock import OutputClock
 from vllm_delta_plugin.prometheus import METRICS, STATES, exposition
-from vllm_delta_plugin.status import Facts, Served, Status
+from vllm_delta_plugin.status import Facts, Refusal, Served, Status
 
 
 def status_of(model: str = "m") -> Status:
@@ -45,6 +45,21 @@ def test_every_metric_is_there_from_the_start_and_none_twice() -> None:
         assert metric.name.startswith("delta_sync_")
         assert metric.name.endswith("_total") == (metric.kind == "counter")
         assert f"# HELP {metric.name} {metric.help}\n" in text
+
+
+def test_a_refused_version_is_there_with_its_kind_while_it_is_refused() -> None:
+    status = status_of()
+
+    def shown() -> dict[str, float]:
+        found = samples(status).items()
+        return {dict(labels)["kind"]: v for (name, labels), v in found if name == "delta_sync_refused_version"}
+
+    assert shown() == {"": 0.0}
+    for kind, label in (("IntegrityError", "IntegrityError"), ("Surprise", "other")):
+        status.refuse(Refusal(7, "m", None, kind, "why"))
+        assert shown() == {label: 7.0}
+    status.serves(Served("run", 7, 1, "m"))
+    assert shown() == {"": 0.0}
 
 
 def test_a_histogram_counts_each_observation_once_and_upwards() -> None:

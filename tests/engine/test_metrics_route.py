@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
+from helpers.scrape import parse
 from starlette.testclient import TestClient
 
 from vllm_delta_plugin import metrics_middleware
@@ -26,6 +29,11 @@ class Core:
         self.status: Status | None = Status(Facts("r", "/run", "m", "BF16", "processed_logprobs", "f"))
 
     async def call_utility_async(self, method: str) -> dict[str, Any] | None:
+        return await self._call_utility_async(method, engine=None)
+
+    async def _call_utility_async(self, method: str, *, engine: Any) -> dict[str, Any] | None:
+        if engine is not None and engine is not self:
+            return await engine.call_utility_async(method)
         assert method == "delta_sync_metrics"
         await asyncio.sleep(self.delay)
         if self.error is not None:
@@ -83,6 +91,44 @@ def test_a_slow_engines_last_numbers_are_shown_again(
 def test_a_dead_engine_hides_nothing_that_vllm_says(client: TestClient, core: Core) -> None:
     core.error = RuntimeError("EngineDeadError")
     assert client.get("/metrics").text == VLLMS
+
+
+def our_samples(client: TestClient) -> dict[tuple[str, str], float]:
+    """(name, engine) -> value."""
+    found = parse(client.get("/metrics").text.removeprefix(VLLMS))
+    return {(name, dict(labels)["engine"]): value for (name, labels), value in found.items()}
+
+
+def test_a_dead_engines_numbers_are_gone_at_once_and_one_of_two_alone(
+    client: TestClient, core: Core, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = Core()
+    core.core_engines = [core, other]  # type: ignore[attr-defined]
+    assert {engine for _, engine in our_samples(client)} == {"0", "1"}
+    logging.getLogger("vllm.delta_sync").addHandler(caplog.handler)  # vLLM's loggers do not propagate
+    core.error = RuntimeError("EngineDeadError")
+    for _ in range(3):
+        found = our_samples(client)
+        assert [name for name, engine in found if engine == "0"] == ["delta_sync_engine_up"]
+        assert (found["delta_sync_engine_up", "0"], found["delta_sync_engine_up", "1"]) == (0.0, 1.0)
+        assert ("delta_sync_served_version", "1") in found
+    logging.getLogger("vllm.delta_sync").removeHandler(caplog.handler)
+    assert [record.levelname for record in set(caplog.records)] == ["WARNING"], "once, not at every scrape"
+    assert "engine 0" in caplog.text and "EngineDeadError" in caplog.text
+    core.error = None
+    assert our_samples(client)["delta_sync_engine_up", "0"] == 1.0
+
+
+def test_an_engine_that_hangs_is_no_longer_shown_in_the_end(
+    client: TestClient, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_middleware, "PATIENCE", 0.05)
+    monkeypatch.setattr(metrics_middleware, "STALE", 0.3)
+    client.get("/metrics")
+    core.delay = 5.0
+    assert ("delta_sync_served_version", "0") in our_samples(client), "a long step is no failure"
+    time.sleep(0.3)
+    assert our_samples(client) == {("delta_sync_engine_up", "0"): 0.0}
 
 
 def test_nothing_is_added_where_there_is_nothing_to_say(client: TestClient, core: Core) -> None:

@@ -277,14 +277,22 @@ def test_the_dashboard_asks_only_for_what_a_server_says(world: World) -> None:
         assert set(re.findall(r"delta_sync_\w+", variable["definition"])) <= names
 
 
-def test_killed_and_started_again_it_catches_up_by_itself(world: World) -> None:
+def test_killed_and_started_again_it_catches_up_as_far_as_it_can(world: World) -> None:
     world.trainer.step(14, 0.05)
     world.server.kill()
-    newest = world.trainer.step(15, 0.05)
+    good, newest = world.trainer.step(15, 0.05), world.trainer.step(16, 0.05, corrupt="object")
     world.server.start()
     world.server.wait_healthy()
+    status = world.server.wait_version(good.version)
+    assert (status["commits"], status["anchors_taken"], status["state"]) == (1, 1, "refused")
+    assert status["state_digest"] == good.state_digest
+    assert (status["refusal"]["version"], status["refusal"]["object"]) == (newest.version, newest.objects[0].key)
+    found = scrape(world.server)
+    assert found["delta_sync_served_version"] == good.version
+    assert found['delta_sync_refused_version{kind="IntegrityError"}'] == newest.version
+    world.trainer.anchor(newest)
     status = world.server.wait_version(newest.version)
-    assert (status["commits"], status["anchors_taken"]) == (1, 1)
+    assert (status["commits"], status["anchors_taken"], status["state"]) == (2, 2, "live")
     assert status["state_digest"] == newest.state_digest
     assert world.server.get("/delta_sync/tensors?scan=1")["state_digest"] == newest.state_digest
 
@@ -345,9 +353,7 @@ def test_one_trace_leads_from_an_optimizer_step_to_the_replicas_commit(world: Wo
     fetched = spans["delta_sync.take.fetch"].attributes["delta_sync.bytes"]
     assert fetched >= newest.objects[0].size, "more where versions were taken together"
     refused = [span for span in world.spans.spans if span.error == "IntegrityError"]
-    assert [span.name for span in refused] == ["delta_sync.take"] * 2, (
-        "of the two versions that were not what they said"
-    )
+    assert [span.name for span in refused] == ["delta_sync.take"] * 3, "of the versions that were not what they said"
     ours = [span for span in world.spans.spans if span.name.startswith("delta_sync.")]
     for value in (value for span in ours for value in span.attributes.values()):
         assert str(world.folder) not in str(value), "a URI may hold credentials"

@@ -29,9 +29,16 @@ class RayDistributedExecutor(Executor):
 
 
 def check(
-    executor: type = MultiprocExecutor, engines: int = 1, moe: bool = False, extension: str = "x.Y", **more: Any
+    executor: type = MultiprocExecutor,
+    engines: int = 1,
+    stages: int = 1,
+    moe: bool = False,
+    extension: str = "x.Y",
+    **more: Any,
 ) -> None:
-    parallel = SimpleNamespace(data_parallel_size=engines, worker_extension_cls=extension)
+    parallel = SimpleNamespace(
+        data_parallel_size=engines, pipeline_parallel_size=stages, worker_extension_cls=extension
+    )
     config: Any = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(is_moe=moe))
     core = SimpleNamespace(model_executor=executor(), **more.pop("core", {}))
     _refuse_unsupported(core, config, ReplicaConfig("memory://", **more))
@@ -43,6 +50,16 @@ def test_ordinary_engines_are_followed() -> None:
     check(moe=True)
     check(engines=2)
     check(transition="sync", core={"input_queue": None})
+
+
+def test_pipeline_stages_are_followed_where_vllm_can_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    check(stages=2)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: True)
+    with pytest.raises(MappingError, match=r"pipeline stages on a CPU.*got 2.*tensor parallelism"):
+        check(stages=2)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,11 @@ class Family:
     nested: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # for configs that hold one for their text part
     not_on_cpu: str = ""  # why vLLM cannot load it there
 
+    @property
+    def experts(self) -> bool:
+        """Whether it is a mixture of experts."""
+        return any("experts" in setting for setting in self.settings)
+
     def config(self, **changes: Any) -> Any:
         """The transformers config, with text settings changed."""
         import transformers

@@ -6,17 +6,33 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import accelerate_on_cpu  # noqa: F401
 import grpo
 import tiny
 import torch
 from gathered import KeepEveryStep
+from transformers import TrainerCallback
 
+from delta_sync.claims import claim_reset
 from delta_sync.errors import DeltaSyncError
+from delta_sync.ledger import Ledger
+from delta_sync.store.open import open_store
 from trl_callback import DeltaSyncCallback
 
 ZERO = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+
+
+class ResetAfter(TrainerCallback):
+    """Has the chain forgotten once ``step`` is done, while it may be on its way: what ``delta-sync reset`` does."""
+
+    def __init__(self, step: int, uri: str) -> None:
+        self.step, self.uri = step, uri
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step and state.is_world_process_zero:
+            claim_reset(Ledger(open_store(self.uri)))
 
 
 def main() -> None:
@@ -25,6 +41,8 @@ def main() -> None:
     build = getattr(tiny, said.get("model", "llama"))
     sync = DeltaSyncCallback(said["uri"], **said.get("settings", {}))
     callbacks = [KeepEveryStep(build, folder), sync]
+    if "reset_after" in said:
+        callbacks.append(ResetAfter(said["reset_after"], said["uri"]))
     on_cpu = not torch.cuda.is_available() and not ZERO  # as accelerate has it, what uses the CPU is not DeepSpeed
     arguments = {"bf16": True, "use_cpu": on_cpu, **said.get("arguments", {})}
     if said.get("url"):

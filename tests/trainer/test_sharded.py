@@ -15,6 +15,9 @@ import torch
 from several_ranks import FSDP2, ZERO, run_ranks, zero
 from stand_in_replica import StandInReplica
 
+from delta_sync.ledger import AnchorRef, Ledger
+from delta_sync.store.open import open_store
+
 
 def train(folder: Path, ranks: int, *, environment: dict[str, str] | None = None, **said: Any) -> str:
     """Train in ``folder``; the bucket's URI, every version of it proven to be the gathered weights of its step."""
@@ -76,6 +79,18 @@ def test_fsdp2_publishes_shards_of_unequal_size(tmp_path: Path, ranks: int) -> N
     """32 rows over 3 ranks are 11, 11 and 10; none of them ever sees another's. The anchor is the ranks' too."""
     uri = train(tmp_path, ranks, environment=LLAMA)
     assert {len(m.objects) for m in bucket.chain(uri)[1:]} == {ranks}
+
+
+def test_after_a_reset_all_ranks_begin_a_chain(tmp_path: Path) -> None:
+    """Its origin is what was published last, with complete weights; what was on its way comes after it, coded anew."""
+    uri = train(tmp_path, 2, environment=LLAMA, steps=4, reset_after=2)
+    versions = bucket.chain(uri)
+    assert [m.version for m in versions] == list(range(1, len(versions) + 1))
+    assert {m.epoch for m in versions} == {1, 3}, "the second is the reset's own"
+    origin = next(m for m in versions if m.epoch == 3)
+    assert origin.kind == "origin" and origin.steps[1] <= 4
+    assert AnchorRef(origin.version, 3) in Ledger(open_store(uri)).anchors()
+    assert {len(m.objects) for m in versions if m.version > origin.version} == {2}
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ from helpers.families import FAMILIES
 
 DOC = Path(__file__).parents[2] / "docs" / "COVERAGE.md"
 WRITING = os.environ.get("DELTA_SYNC_WRITE_COVERAGE") == "1"
+COLUMNS = ("one worker", "TP=2", "TP=2, EP", "PP=2", "fp8, online", "fp8, in blocks")
 _BEGIN, _END = "<!-- coverage:begin, written by `make coverage-table` -->", "<!-- coverage:end -->"
 
 
@@ -33,8 +34,9 @@ class Table:
 
     def markdown(self) -> str:
         """The table, and the reasons of cells that have one, numbered."""
-        columns = list(dict.fromkeys(column for _, column in self.cells))
-        reasons = list(dict.fromkeys(outcome.reason for outcome in self.cells.values() if outcome.reason))
+        columns = [column for column in COLUMNS if any(column == measured for _, measured in self.cells)]
+        outcomes = (self.cells.get((family, column)) for family in FAMILIES for column in columns)
+        reasons = list(dict.fromkeys(outcome.reason for outcome in outcomes if outcome and outcome.reason))
         lines = ["| family | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
         for family in FAMILIES:
             found = (self.cells.get((family, column)) for column in columns)

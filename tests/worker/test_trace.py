@@ -95,6 +95,57 @@ def test_unread_tensors_are_listed() -> None:
     assert weights.ignored == ["b"] and "b" in weights.known
 
 
+class Partly(torch.nn.Module):
+    """A loader that forgets the head's bias, as vLLM's does for Phi-2, and leaves out all of a draft's head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(8, 6, dtype=torch.bfloat16)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "head.weight":
+                self.head.weight.data.copy_(tensor)
+
+
+def test_a_module_that_is_loaded_in_part_is_refused_and_one_that_is_left_out_is_not() -> None:
+    shapes = {"head.weight": (6, 8), "head.bias": (6,), "mtp.head.weight": (6, 8), "mtp.head.bias": (6,)}
+    model = Partly()
+    weights = map_weights(model, trace_load(model, shapes, torch.bfloat16), shapes)
+    assert weights.ignored == ["head.bias", "mtp.head.weight", "mtp.head.bias"]
+    with pytest.raises(MappingError, match=r"'head.bias' \(one of 1 .* leaves it out"):
+        weights.check()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_bias_that_one_rank_adds_for_all_is_a_constant_on_the_others(rank: int) -> None:
+    """What gpt-oss does to its experts' bias."""
+    model = Partly()
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "head.bias" and rank:
+                tensor.zero_()
+            model.get_parameter(name).data.copy_(tensor)
+
+    model.load_weights = load  # type: ignore[method-assign, assignment]
+    shapes = {"head.weight": (6, 8), "head.bias": (6,)}
+    weights = map_weights(model, trace_load(model, shapes, torch.bfloat16), shapes)
+    weights.check()
+    assert weights.ignored == ["head.bias"] * rank
+    assert set(weights.regions) == {"head.weight", "head.bias"} - set(weights.ignored)
+
+
+def test_a_tensor_of_which_a_part_is_replaced_is_refused() -> None:
+    def load(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+        if name == "b":
+            tensor[3:].zero_()
+        plain(model, name, tensor)
+
+    _, weights = traced(load)
+    assert "changed by aten.zero_" in weights.problems["b"]
+
+
 def test_constants_written_by_the_loader_are_left_alone() -> None:
     def load(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
         rows(model, name).copy_(tensor)

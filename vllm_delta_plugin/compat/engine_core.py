@@ -143,6 +143,8 @@ def _build(core: Any, vllm_config: Any, config: Any) -> Any:
 
 
 def _refuse_unsupported(core: Any, vllm_config: Any, config: Any) -> None:
+    from vllm.platforms import current_platform
+
     parallel = vllm_config.parallel_config
     executor = type(core.model_executor)
     if not any(base.__name__ in _ORDERED_EXECUTORS for base in executor.__mro__):
@@ -157,6 +159,13 @@ def _refuse_unsupported(core: Any, vllm_config: Any, config: Any) -> None:
             "mixture-of-experts model with data parallelism",
             expected="one engine, whose ranks all commit between the same two steps",
             got=f"{parallel.data_parallel_size} engines that share expert ranks",
+            remedy="serve it with tensor parallelism",
+        )
+    if (stages := getattr(parallel, "pipeline_parallel_size", 1)) > 1 and current_platform.is_cpu():
+        raise MappingError(
+            "pipeline stages on a CPU",
+            expected="one, since vLLM's own worker there fails at the first token of several (seen in 0.32)",
+            got=stages,
             remedy="serve it with tensor parallelism",
         )
     if config.transition == "sync" and not hasattr(core, "input_queue"):

@@ -1,0 +1,63 @@
+"""Ways to spread a model over processes, each with a real server: commits under streams, and bits equal at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.publish import Publisher
+from helpers.server import ServerDied, VllmServer
+from helpers.stream import open_stream
+from helpers.tiny_models import build
+
+pytestmark = [pytest.mark.long, pytest.mark.rare]
+COMMITS = 5
+
+
+def followed(tmp_path: Path, architecture: str, *args: str) -> tuple[Publisher, VllmServer]:
+    base, run = build(tmp_path / "base", architecture), str(tmp_path / "run")
+    trainer = Publisher.of_checkpoint(run, base)
+    trainer.origin()
+    config = ("--delta-sync-config", '{"read_back": true}')
+    return trainer, VllmServer(base, tmp_path / "server.log", (*args, "--delta-sync", run, *config))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "args", "engines", "ranks"),
+    [
+        pytest.param("qwen3_moe", ("-tp", "2", "--enable-expert-parallel"), 1, 2, id="experts on two ranks"),
+        pytest.param("llama", ("-dp", "2"), 2, 1, id="two engines"),
+    ],
+)
+def test_streams_go_on_over_commits_and_bits_are_equal(
+    architecture: str, args: tuple[str, ...], engines: int, ranks: int, tmp_path: Path
+) -> None:
+    trainer, starting = followed(tmp_path, architecture, *args)
+    with starting as server:
+        server.wait_version(1)
+        streams = [open_stream(server, range(20 + i, 50 + i), 1200) for i in range(4)]
+        for stream in streams:
+            stream.wait_tokens(5)
+        for seed in range(COMMITS):
+            newest = trainer.step(seed, 0.05)
+            server.wait_version(newest.version)
+        assert any(stream.finish_reason is None for stream in streams), "one must still run at the last commit"
+        for stream in streams:
+            assert (stream.join().error, stream.tokens) == (None, 1200)
+        assert server.get("/delta_sync/tensors?scan=1")["state_digest"] == newest.state_digest
+        status = server.status()
+        each = status.get("engines", [status])  # all have scanned
+        assert [(e["state"], e["state_digest"], e["commits"], e["ranks"]) for e in each] == [
+            ("live", newest.state_digest, COMMITS, ranks)
+        ] * engines
+        assert all(engine["audit"]["completed"] for engine in each)
+        for name, bits in trainer.weights.items():
+            assert server.get_bytes(f"/delta_sync/tensors/{name}")[0] == bits.tobytes(), name
+
+
+def test_engines_that_share_experts_are_refused_by_name(tmp_path: Path) -> None:
+    _, starting = followed(tmp_path, "qwen3_moe", "-dp", "2", "--enable-expert-parallel")
+    with pytest.raises(ServerDied), starting:
+        pass
+    assert "mixture-of-experts model with data parallelism" in starting.text()
+    assert "serve it with tensor parallelism" in starting.text()

@@ -44,7 +44,8 @@ def grpo_arguments(folder: Any, *, url: str | None, use_vllm: bool, **settings: 
 
 
 def grpo_trainer(folder: Any, *, model: Any, url: str | None, use_vllm: bool, callbacks: list | None = None,
-                 rollout_func: Any = None, peft_config: Any = None, **settings: Any) -> Any:  # fmt: skip
+                 rollout_func: Any = None, peft_config: Any = None, given: dict | None = None,
+                 **settings: Any) -> Any:  # fmt: skip
     from trl import GRPOTrainer
 
     return GRPOTrainer(
@@ -56,6 +57,7 @@ def grpo_trainer(folder: Any, *, model: Any, url: str | None, use_vllm: bool, ca
         callbacks=callbacks,
         peft_config=peft_config,
         **({"rollout_func": rollout_func} if rollout_func else {}),
+        **(given or {}),
     )
 
 

@@ -49,15 +49,17 @@ def grpo_trainer(folder: Any, *, model: Any, url: str | None, use_vllm: bool, ca
     from trl import GRPOTrainer
 
     return GRPOTrainer(
-        model=model,
-        reward_funcs=reward,
-        args=grpo_arguments(folder, url=url, use_vllm=use_vllm, **settings),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
-        processing_class=tiny.tokenizer(),
-        callbacks=callbacks,
-        peft_config=peft_config,
-        **({"rollout_func": rollout_func} if rollout_func else {}),
-        **(given or {}),
+        **{
+            "model": model,
+            "reward_funcs": reward,
+            "args": grpo_arguments(folder, url=url, use_vllm=use_vllm, **settings),
+            "train_dataset": Dataset.from_dict({"prompt": PROMPTS * 4}),
+            "processing_class": tiny.tokenizer(),
+            "callbacks": callbacks,
+            "peft_config": peft_config,
+            **({"rollout_func": rollout_func} if rollout_func else {}),
+            **(given or {}),
+        }
     )
 
 

@@ -27,6 +27,7 @@ from trl_callback.serving_image import compute_dtype
 from trl_callback.session import Session, Subject
 from trl_callback.supported import has_shards
 from trl_callback.team_session import TeamSession
+from trl_callback.weight_transfer import DeltaSyncWeightTransfer, check_one_process, check_takes_transfer
 
 
 class DeltaSyncCallback(TrainerCallback):
@@ -46,6 +47,7 @@ class DeltaSyncCallback(TrainerCallback):
         self._lines: Lines | None = None
         self._urls = self.config.server_urls
         self._ahead: RolloutsAhead | None = None
+        self._transfers = False  # an AsyncGRPOTrainer's weights go through us
         self._args: TrainingArguments | None = None
         self._state = TrainerState()
         self._model: Any = None
@@ -81,6 +83,9 @@ class DeltaSyncCallback(TrainerCallback):
         trainer = enclosing_trainer(self)
         if trainer is not None:
             log_first(trainer, self)
+        if self._transfers:
+            check_one_process()
+            self._urls = self._urls or (str(vars(args)["vllm_server_base_url"]),)
         self.close()
         session = self._open()
         if self.config.rollouts_ahead:
@@ -124,6 +129,15 @@ class DeltaSyncCallback(TrainerCallback):
         """Wait until the last step's weights are in the bucket."""
         self._stop_ahead()
         self._open().finish(state.global_step)
+
+    def weight_transfer(self) -> DeltaSyncWeightTransfer:
+        """For ``AsyncGRPOTrainer(callbacks=[sync], weight_transfer=sync.weight_transfer())``.
+
+        MappingError where the installed TRL has no such trainer.
+        """
+        check_takes_transfer()
+        self._transfers = True
+        return DeltaSyncWeightTransfer(self)
 
     # What generation calls.
 

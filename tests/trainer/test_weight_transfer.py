@@ -69,6 +69,8 @@ def trainer_of(folder: Path, replica: StandInReplica, sync: DeltaSyncCallback, *
         rollout_worker=worker,
         weight_transfer=sync.weight_transfer(),
     )
+    callbacks = trainer.callback_handler.callbacks  # without the one that measures a training loop, which is not run
+    callbacks[:] = [one for one in callbacks if getattr(one, "fn", None) != trainer._log_step_metrics]
     return trainer, worker
 
 

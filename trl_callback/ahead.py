@@ -27,8 +27,8 @@ class RolloutsAhead:
     """Of one training run, from ``install`` to ``stop``: puts itself before the trainer's data and its generation.
 
     The next batch begins once the current one is scored, so reward functions and environments of two batches never
-    run at once, and an evaluation begins once it is there. ``connect`` makes the lines to the servers that it has for
-    itself. Raises MappingError for a trainer that is not TRL's GRPO or RLOO, DeltaSyncError if ``max_staleness``
+    run at once, and an evaluation begins once it is there. ``connect`` makes the lines to the servers, which it has
+    for itself. Raises MappingError for a trainer that is not TRL's GRPO or RLOO, DeltaSyncError if ``max_staleness``
     does not allow for it.
     """
 
@@ -36,13 +36,13 @@ class RolloutsAhead:
         self,
         trainer: Any,
         session: Session,
-        connect: Callable[[Callable[[], None]], Lines],
+        connect: Callable[[], Lines],
         config: DeltaSyncConfig,
         metrics: Metrics,
         log: RolloutLog,
     ) -> None:
         check_halves(trainer)
-        self._trainer, self._session, self._connect = trainer, session, connect
+        self._trainer, self._session, self._lines = trainer, session, connect()
         self._config, self._metrics, self._log = config, metrics, log
         self._look = LookAhead(trainer)
         self._environments = new_environments(trainer)
@@ -90,9 +90,7 @@ class RolloutsAhead:
         if running is None:
             return None
         if running.upcoming.batch is not batch:
-            logger.warning("delta-sync: the trainer asks for another batch than the one that ran ahead: given up")
-            running.cut()
-            return None
+            raise RuntimeError("the trainer asks for another batch than the one that its data loader gave next")
         began = time.monotonic()
         rolled = running.result()
         step = self._trainer.state.global_step
@@ -146,8 +144,8 @@ class AheadBatch:
         self.upcoming, self.sampled = upcoming, list[Sampled]()
         self.seconds = 0.0
         self._owner, self._oldest = owner, oldest
-        self._lines = owner._connect(self._wait_for_weights)
-        self._lines.client.sampled = self._heard
+        self._lines = owner._lines
+        self._lines.client.sampled, self._lines.client.recovered = self._heard, self._wait_for_weights
         self._rolled: RolledOut | None = None
         self._error: BaseException | None = None
         self._heard_at = time.monotonic()

@@ -221,7 +221,7 @@ class DeltaSyncCallback(TrainerCallback):
                 got="several processes, or sharded weights" if self.generates else "a trainer that rolls out elsewhere",
                 remedy="set rollouts_ahead=0",
             )
-        connect = functools.partial(open_lines, self._urls, self.config)
+        connect = functools.partial(open_lines, self._urls, self.config, self._sync_again)
         self._ahead = RolloutsAhead(trainer, session, connect, self.config, self.metrics, self.rollouts)
         self._ahead.install()
 

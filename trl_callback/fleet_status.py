@@ -59,13 +59,17 @@ class FleetStatus:
         return self._looks[0].client.tensors()
 
     def admit(self, serves: Callable[[ServerStatus], bool]) -> None:
-        """Wait up to ``patience`` seconds for servers that answer but do not serve it yet, then go on without them."""
+        """Wait up to ``patience`` seconds for servers that took part and answer but do not serve it yet.
+
+        Then go on without them. One that is left out already is not waited for, but taken back once it serves.
+        """
         if len(self._looks) == 1:
             return
         deadline = time.monotonic() + self._patience
         while True:
-            ready = {id(look): serves(status) for look, status in self._look()}
-            if all(ready.values()) or time.monotonic() >= deadline:
+            seen = self._look()
+            ready = {id(look): serves(status) for look, status in seen}
+            if all(ready[id(look)] for look, _ in seen if look.member.serves) or time.monotonic() >= deadline:
                 break
             time.sleep(self._poll)
         for look in self._looks:

@@ -15,6 +15,7 @@ from trl_callback.sampled import Sampled, sampled_of
 POLL = 0.5  # seconds between looks at a server that is still starting
 TOKEN_ID = "token_id:"
 MIN_VERSION, VERSION_TIMEOUT = "x-delta-sync-min-version", "x-delta-sync-timeout"  # request headers of the server
+LONGEST_WISH = 3600.0  # seconds that a server lets a request wait for its version
 Positions = list[list[list[Any]]]  # [completions, tokens, alternatives]
 
 
@@ -37,7 +38,7 @@ class RolloutClient:
     ) -> None:
         self._fleet = fleet
         self._request_timeout, self._generate_timeout = request_timeout, generate_timeout
-        self._logprobs_mode, self._recovered = logprobs_mode, recovered
+        self._logprobs_mode, self.recovered = logprobs_mode, recovered
         self.base_url = fleet.shown
         self.min_version: int | None = None
         self.sampled: Callable[[list[Sampled]], None] = ignore
@@ -139,14 +140,15 @@ class RolloutClient:
                     remedy="look at the server's log, or raise generate_timeout",
                 ) from error
             time.sleep(min(POLL, max(0.0, deadline - time.monotonic())))
-            self._recovered()
+            self.recovered()
         choices = [choice for start in sorted(answers) for choice in answers[start]]
         return [{**choice, "index": index} for index, choice in enumerate(choices)]
 
     def _ask(self, member: Member, prompts: Sequence[Any], body: dict[str, Any]) -> list[dict[str, Any]]:
         headers = {}
         if self.min_version is not None:
-            headers = {MIN_VERSION: str(self.min_version), VERSION_TIMEOUT: f"{self._request_timeout:g}"}
+            patience = min(self._request_timeout, LONGEST_WISH)
+            headers = {MIN_VERSION: str(self.min_version), VERSION_TIMEOUT: f"{patience:g}"}
         asked = {"model": self._model_of(member), "prompt": prompts, **body}
         answer = member.server.post("/v1/completions", asked, timeout=self._generate_timeout, headers=headers)
         choices = _choices(answer)

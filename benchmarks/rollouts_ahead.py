@@ -1,11 +1,14 @@
 """What running ahead brings and costs: GRPO with rollouts_ahead=0 and 1, the same seeds, a real vLLM server.
 
-Usage: python benchmarks/rollouts_ahead.py [--steps 24] [--environment 0] [--environment 1.0] [--repeats 2]
+Usage: python benchmarks/rollouts_ahead.py [--steps 24] [--environment 0] [--environment 1.0] [--repeats 2] [--no-vllm]
 
 A tiny model (two layers, 128 wide, random weights) is trained against one stock ``vllm serve`` on this machine. Each
 completion has two turns; between them an environment elsewhere takes ``--environment`` seconds. A token's reward is
 its number, so that there is something to learn. Runs take turns (0, 1, 1, 0, …); each starts from the same weights in
 a new epoch of the same bucket. The staleness of a completion is in optimizer steps, that of its oldest token.
+
+With ``--no-vllm`` the tests' stand-in follows the bucket and samples with transformers from the bits it serves: for
+many steps, where rewards are to be compared and not speed.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import platform
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -24,12 +28,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "trainer")]
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from helpers import tiny_models  # noqa: E402
 from helpers.server import VllmServer  # noqa: E402
+from stand_in_replica import StandInReplica  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
@@ -39,6 +44,7 @@ GROUP = 8  # completions of a prompt
 PROMPTS = 2  # of a batch
 TOKENS = 16  # of one turn
 TURNS = 2
+EOS = tiny_models.COMMON["eos_token_id"]
 LIMIT = 300.0  # seconds
 
 
@@ -127,13 +133,68 @@ class StepTimes(TrainerCallback):
         self._times.append(time.perf_counter())
 
 
+class Sampler(StandInReplica):
+    """Follows the bucket bit for bit, and samples from these bits with transformers, at temperature 1."""
+
+    def __init__(self, uri: str, checkpoint: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
+        super().__init__(uri, self._model, vocab=tiny_models.VOCAB)
+        self._generator, self._held = torch.Generator().manual_seed(0), None
+        self._one_at_a_time = threading.Lock()
+
+    def complete(self, body: Any) -> tuple[int, Any]:
+        """As its base, but the tokens are the model's."""
+        with self._one_at_a_time, torch.inference_mode():
+            self._load()
+            _, answer = super().complete(body)
+            by_length: dict[int, list[dict[str, Any]]] = {}
+            for choice in answer["choices"]:
+                by_length.setdefault(len(choice["prompt_token_ids"]), []).append(choice)
+            for choices in by_length.values():
+                self._fill(choices, body["max_tokens"])
+        return 200, answer
+
+    def _load(self) -> None:
+        with self._lock:
+            if self._held != self.position:
+                bits = {name: torch.from_numpy(one.view("int16").copy()) for name, one in self.live.items()}
+                shaped = {name: one.view(torch.bfloat16).view(self.layout[name][1]) for name, one in bits.items()}
+                self._model.load_state_dict(shaped, strict=False)
+                self._model.tie_weights()
+                self._held = self.position
+
+    def _fill(self, choices: list[dict[str, Any]], count: int) -> None:
+        ids = torch.tensor([choice["prompt_token_ids"] for choice in choices])
+        past, asked, tokens, chances = None, ids, [], []
+        for _ in range(count):
+            out = self._model(asked, past_key_values=past, use_cache=True)
+            past, logprobs = out.past_key_values, out.logits[:, -1].float().log_softmax(-1)
+            asked = torch.multinomial(logprobs.exp(), 1, generator=self._generator)
+            tokens.append(asked[:, 0])
+            chances.append(logprobs.gather(-1, asked)[:, 0])
+        sampled, scored = torch.stack(tokens, 1).tolist(), torch.stack(chances, 1).tolist()
+        for choice, own, chance in zip(choices, sampled, scored, strict=True):
+            end = own.index(EOS) + 1 if EOS in own else count
+            names = [f"token_id:{token}" for token in own[:end]]
+            tops = [{name: one} for name, one in zip(names, chance, strict=False)]
+            choice["token_ids"] = own[:end]
+            choice["logprobs"] = {"tokens": names, "token_logprobs": chance[:end], "top_logprobs": tops}
+
+
+def serve(folder: Path, args: argparse.Namespace) -> Any:
+    """A context in which ``.url`` is served."""
+    if args.no_vllm:
+        return Sampler(str(folder / "bucket"), folder / "model").running()
+    return VllmServer(folder / "model", folder / "server.log", ["--delta-sync", str(folder / "bucket")])
+
+
 def compare(environment: float, args: argparse.Namespace) -> dict[str, Any]:
     """Both kinds of run, in turns, on one server."""
     results: dict[int, list[Result]] = {0: [], 1: []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tiny_models.build(folder / "model", "qwen3")
-        with VllmServer(folder / "model", folder / "server.log", ["--delta-sync", str(folder / "bucket")]) as server:
+        with serve(folder, args) as server:
             for repeat in range(args.repeats):
                 for ahead in (0, 1) if repeat % 2 == 0 else (1, 0):
                     results[ahead].append(train(folder, server.url, ahead, environment, args))
@@ -174,6 +235,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=2, help="runs of each kind")
     parser.add_argument("--environment", type=float, action="append", help="seconds between two turns")
+    parser.add_argument("--no-vllm", action="store_true", help="a stand-in that samples: rewards, not speed")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

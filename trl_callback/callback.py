@@ -213,7 +213,7 @@ class DeltaSyncCallback(TrainerCallback):
             self._lines = open_lines(self._urls, self.config, self._sync_again)
         return None if self._lines is None else self._lines.status
 
-    def _run_ahead(self, trainer: Any, session: Session | TeamSession) -> None:
+    def _run_ahead(self, trainer: Any, session: object) -> None:
         if not self.generates or trainer is None or not isinstance(session, Session):
             raise MappingError(
                 "rollouts_ahead=1",

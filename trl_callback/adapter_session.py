@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -13,11 +14,12 @@ from trl_callback.adapter_chain import AdapterChain
 from trl_callback.adapter_image import AdapterImage
 from trl_callback.chain import Chain
 from trl_callback.config import DeltaSyncConfig
+from trl_callback.fleet_status import Statuses
 from trl_callback.metrics import Metrics
 from trl_callback.serving_image import ServingImage
 from trl_callback.session import Session, Subject, ask, serving_dtypes
 from trl_callback.snapshot import Snapshot
-from trl_callback.status_client import ServerStatus, StatusClient
+from trl_callback.status_client import ServerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -32,21 +34,19 @@ class FrozenWeights(Snapshot):
 class AdapterSession(Session):
     """See Session; MappingError too where model, adapter or server can't do with an adapter alone."""
 
-    def __init__(
-        self, subject: Subject, config: DeltaSyncConfig, status: StatusClient | None, metrics: Metrics
-    ) -> None:
+    def __init__(self, subject: Subject, config: DeltaSyncConfig, status: Statuses | None, metrics: Metrics) -> None:
         self._config, self._metrics = config, metrics
         server = ask(status, config)
         dtypes = serving_dtypes(config, server, subject.compute_dtype)
-        lora = server.live.lora if server.live else None
+        lora = server.live[0].lora if server.live else None
         image = self._image = AdapterImage(subject.model, (lora.dtype if lora else None) or dtypes.default)
-        if server.live is not None and status is not None:
-            check_serves(image, server.live, status.url)
+        for live in server.live:
+            check_serves(image, live, live.url)
         base, adapter = FrozenWeights(ServingImage(subject.model, dtypes, merge=False)), Snapshot(image)
         make = partial(AdapterChain, adapter=adapter, settings=image.config)
         self._start(subject, server, base, make, published=adapter)
 
-    def _want_first_anchor(self, chain: Chain, snapshot: Snapshot, live: ServerStatus | None) -> None:
+    def _want_first_anchor(self, chain: Chain, snapshot: Snapshot, live: Sequence[ServerStatus]) -> None:
         """None where an anchor of this very base leads to our first version."""
         if not (isinstance(chain, AdapterChain) and chain.has_anchor()):
             super()._want_first_anchor(chain, snapshot, live)

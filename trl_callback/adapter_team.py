@@ -7,9 +7,9 @@ from collections.abc import Callable
 from delta_sync.errors import MappingError
 from trl_callback.adapter_session import AdapterSession
 from trl_callback.config import DeltaSyncConfig
+from trl_callback.fleet_status import Statuses
 from trl_callback.metrics import Metrics
 from trl_callback.session import Interval, Subject
-from trl_callback.status_client import StatusClient
 from trl_callback.supported import has_shards
 from trl_callback.team import Team
 
@@ -22,9 +22,7 @@ class AdapterTeamSession:
     What stops rank 0 makes all raise there, with the reason.
     """
 
-    def __init__(
-        self, subject: Subject, config: DeltaSyncConfig, status: StatusClient | None, metrics: Metrics
-    ) -> None:
+    def __init__(self, subject: Subject, config: DeltaSyncConfig, status: Statuses | None, metrics: Metrics) -> None:
         if has_shards(subject.model):
             raise MappingError(
                 'model with lora="adapter"',

@@ -26,6 +26,7 @@ def attach(trainer: Trainer, uri: str, **settings: Any) -> DeltaSyncCallback:
     if _rolls_out(trainer):
         _take_over_rollouts(trainer, callback)
     trainer.add_callback(callback)
+    callback.watch(trainer)
     return callback
 
 

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from delta_sync.errors import DeltaSyncError
+from delta_sync.errors import DeltaSyncError, MappingError
 from trl_callback.adapter_session import AdapterSession
 from trl_callback.adapter_team import AdapterTeamSession
+from trl_callback.ahead import RolloutsAhead
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.enclosing import enclosing_trainer
+from trl_callback.fleet_status import FleetStatus
 from trl_callback.generation import GenerationSwap
-from trl_callback.http import Server
+from trl_callback.halves import replace_attribute
+from trl_callback.lines import Lines, open_lines
 from trl_callback.metrics import Metrics, add_to_logs, log_first
 from trl_callback.ranks import is_main, many_ranks
 from trl_callback.rollout_client import RolloutClient
+from trl_callback.rollout_log import RolloutLog
 from trl_callback.rollout_parity import batch_parity, warn_once_without
 from trl_callback.serving_image import compute_dtype
 from trl_callback.session import Session, Subject
-from trl_callback.status_client import StatusClient
 from trl_callback.supported import has_shards
 from trl_callback.team_session import TeamSession
+from trl_callback.weight_transfer import DeltaSyncWeightTransfer, check_one_process, check_takes_transfer
 
 
 class DeltaSyncCallback(TrainerCallback):
@@ -35,10 +40,14 @@ class DeltaSyncCallback(TrainerCallback):
     def __init__(self, uri: str, **settings: Any) -> None:
         self.config = DeltaSyncConfig.build(uri, **settings)
         self.metrics = Metrics()
+        self.rollouts = RolloutLog()  # with rollouts_ahead
         self.generates = False  # a trainer's rollouts come through us
         self._session: Session | TeamSession | AdapterTeamSession | None = None
         self._swap: GenerationSwap | None = None
-        self._status: StatusClient | None = None
+        self._lines: Lines | None = None
+        self._urls = self.config.server_urls
+        self._ahead: RolloutsAhead | None = None
+        self._transfers = False  # an AsyncGRPOTrainer's weights go through us
         self._args: TrainingArguments | None = None
         self._state = TrainerState()
         self._model: Any = None
@@ -55,6 +64,7 @@ class DeltaSyncCallback(TrainerCallback):
         if rolls_out_on_server(args):
             self._swap = GenerationSwap(self, self._model)
             self._swap.install()
+        self.watch(enclosing_trainer(self))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -73,8 +83,13 @@ class DeltaSyncCallback(TrainerCallback):
         trainer = enclosing_trainer(self)
         if trainer is not None:
             log_first(trainer, self)
+        if self._transfers:
+            check_one_process()
+            self._urls = self._urls or (str(vars(args)["vllm_server_base_url"]),)
         self.close()
-        self._open()
+        session = self._open()
+        if self.config.rollouts_ahead:
+            self._run_ahead(trainer, session)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -112,24 +127,26 @@ class DeltaSyncCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Wait until the last step's weights are in the bucket."""
+        self._stop_ahead()
         self._open().finish(state.global_step)
+
+    def weight_transfer(self) -> DeltaSyncWeightTransfer:
+        """For ``AsyncGRPOTrainer(callbacks=[sync], weight_transfer=sync.weight_transfer())``.
+
+        MappingError where the installed TRL has no such trainer.
+        """
+        check_takes_transfer()
+        self._transfers = True
+        return DeltaSyncWeightTransfer(self)
 
     # What generation calls.
 
     def connect(self, url: str, timeout: float) -> RolloutClient:
-        """Rank 0's client of the server at ``url`` (or the ``server_url`` setting), once it is healthy."""
-        config = self.config
-        server = Server(config.server_url or url, config.server_key)
-        status = self._status = StatusClient(server, timeout=config.request_timeout)
-        client = RolloutClient(
-            server,
-            request_timeout=config.request_timeout,
-            generate_timeout=config.generate_timeout,
-            logprobs_mode=lambda: status.status().logprobs_mode,
-            recovered=self._sync_again,
-        )
-        client.connect(timeout)
-        return client
+        """Rank 0's client of the server at ``url`` (or the ``server_url`` setting), once one is healthy."""
+        self._urls = self._urls or (url,)
+        self._lines = open_lines(self._urls, self.config, self._sync_again)
+        self._lines.client.connect(timeout)
+        return self._lines.client
 
     def sync(self) -> None:
         """Wait, on all ranks, until the served weights are at most ``max_staleness`` steps old."""
@@ -139,8 +156,24 @@ class DeltaSyncCallback(TrainerCallback):
         """Note what belongs to the trainer: events and generation each see only a part of it."""
         self._args, self._state, self._model, self._processing_class = args, state, model, processing_class
 
+    def watch(self, trainer: Any) -> None:
+        """See to it that however ``train`` ends, nothing runs ahead any more."""
+        if trainer is None or not self.config.rollouts_ahead:
+            return
+        train = trainer.train
+
+        @functools.wraps(train)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return train(*args, **kwargs)
+            finally:
+                self._stop_ahead()
+
+        replace_attribute(trainer, "train", watched)
+
     def close(self) -> None:
         """End the background thread; what is not durable by now is left to the next run."""
+        self._stop_ahead()
         session, self._session = self._session, None
         if session is not None:
             session.close()
@@ -160,7 +193,7 @@ class DeltaSyncCallback(TrainerCallback):
     def _open(self) -> Session | TeamSession | AdapterTeamSession:
         """This run's session; opened at the start of training, or by an evaluation before it, on all ranks alike."""
         if self._session is None:
-            self._session = self._kind()(self._subject(), self.config, self._status_client(), self.metrics)
+            self._session = self._kind()(self._subject(), self.config, self._statuses(), self.metrics)
         return self._session
 
     def _kind(self) -> type[Session] | type[TeamSession] | type[AdapterTeamSession]:
@@ -175,11 +208,27 @@ class DeltaSyncCallback(TrainerCallback):
         computed = compute_dtype(self._model, bf16=bf16, fp16=fp16)
         return Subject(self._model, self._processing_class, computed, self._state.global_step)
 
-    def _status_client(self) -> StatusClient | None:
-        if self._status is None and self.config.server_url is not None:
-            server = Server(self.config.server_url, self.config.server_key)
-            self._status = StatusClient(server, timeout=self.config.request_timeout)
-        return self._status
+    def _statuses(self) -> FleetStatus | None:
+        if self._lines is None and self._urls:
+            self._lines = open_lines(self._urls, self.config, self._sync_again)
+        return None if self._lines is None else self._lines.status
+
+    def _run_ahead(self, trainer: Any, session: object) -> None:
+        if not self.generates or trainer is None or not isinstance(session, Session):
+            raise MappingError(
+                "rollouts_ahead=1",
+                expected="a GRPO or RLOO trainer in one process, with its rollouts on a server",
+                got="several processes, or sharded weights" if self.generates else "a trainer that rolls out elsewhere",
+                remedy="set rollouts_ahead=0",
+            )
+        connect = functools.partial(open_lines, self._urls, self.config, self._sync_again)
+        self._ahead = RolloutsAhead(trainer, session, connect, self.config, self.metrics, self.rollouts)
+        self._ahead.install()
+
+    def _stop_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.stop()
 
 
 def rolls_out_on_server(args: TrainingArguments) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,13 +33,15 @@ class DeltaSyncConfig:
 
     uri: str = field(repr=False)  # may hold a password, as may server_url
     max_staleness: int = 0  # 0: rollouts come from exactly this step's weights
+    rollouts_ahead: Literal[0, 1] = 0  # 1: the next batch is generated while the trainer steps on the current one
     publish_every: int = 1  # optimizer steps between versions nobody is waiting for
     anchor_every: int = 50  # versions between complete checkpoints in the bucket; 0: not by number
     anchor_chain_ratio: float = 1.0  # an anchor too once the deltas since the last have this part of its size; 0: never
     keep_anchors: int | None = None  # newest complete checkpoints that stay, with the versions from there on; None: all
     keep_grace: float = DEFAULT_GRACE  # seconds that what retention lets go stays for who is reading it
     serving_dtype: str | None = None  # None: what the server serves, else the trainer's compute precision
-    server_url: str | None = field(default=None, repr=False)  # None: the trainer's own vllm_server_* arguments
+    # One URL or several of servers of one run; None: the trainer's own vllm_server_* arguments.
+    server_url: str | Sequence[str] | None = field(default=None, repr=False)
     api_key: str | None = field(default=None, repr=False)  # None: VLLM_API_KEY
     signing_key: str | None = field(default=None, repr=False)  # PEM file or text; None: DELTA_SYNC_SIGNING_KEY, if set
     ack_uri: str | None = field(default=None, repr=False)  # where replicas acknowledge; None: in ``uri``
@@ -56,6 +59,7 @@ class DeltaSyncConfig:
     request_timeout: float = 30.0  # one small request to the server
     generate_timeout: float = 1800.0  # one batch of completions
     poll_interval: float = 0.05
+    fleet_patience: float = 2.0  # wait for a server that lags behind another; then the batch goes on without it
     refusal_grace: float = 2.0  # a refusal standing this long after a remedy gets the next remedy
     parity_every: int = 0  # optimizer steps between looks at how far trainer and server are apart; 0: never
     progress: bool | None = None  # None: only on a terminal
@@ -69,6 +73,9 @@ class DeltaSyncConfig:
             check_uri(self.ack_uri)
         for name in ("max_staleness", "anchor_every", "parity_every"):
             _require_integer(name, getattr(self, name), least=0)
+        _require("rollouts_ahead", self.rollouts_ahead in (0, 1), "0 or 1", self.rollouts_ahead)
+        if self.rollouts_ahead:
+            _require("max_staleness", self.max_staleness >= 1, "at least 1 with rollouts_ahead=1", self.max_staleness)
         _require_integer("publish_every", self.publish_every, least=1)
         _require_integer("tiles", self.tiles, least=1)
         _require("tiles", self.tiles <= MOST_PARTS, f"at most {MOST_PARTS}", self.tiles)
@@ -87,13 +94,21 @@ class DeltaSyncConfig:
         _require_integer("bucket_bytes", self.bucket_bytes, least=1)
         policies = ("all", "new_session", "none")
         _require("prompt_cache", self.prompt_cache in policies, f"one of {policies}", self.prompt_cache)
-        for name in ("server_url", "api_key", "signing_key", "run", "writer"):
+        for name in ("api_key", "signing_key", "run", "writer"):
             value = getattr(self, name)
             got = "another type" if name in ("api_key", "signing_key") else value
             _require(name, value is None or (isinstance(value, str) and bool(value)), "None or a non-empty string", got)
         if self.server_url is not None:
-            shown = redact_uri(self.server_url)
-            _require("server_url", is_http(self.server_url), "http://HOST[:PORT] or https://HOST[:PORT]", shown)
+            self._check_servers(self.server_url)
+
+    def _check_servers(self, given: object) -> None:
+        urls = [given] if isinstance(given, str) else given
+        holds = isinstance(urls, list | tuple) and bool(urls) and all(isinstance(url, str) for url in urls)
+        _require("server_url", holds, "None, a URL or a list of URLs", type(given).__name__ if holds else given)
+        for url in self.server_urls:
+            _require("server_url", is_http(url), "http://HOST[:PORT] or https://HOST[:PORT]", redact_uri(url))
+        distinct = len({url.rstrip("/") for url in self.server_urls}) == len(self.server_urls)
+        _require("server_url", distinct, "each server once", [redact_uri(url) for url in self.server_urls])
 
     @classmethod
     def build(cls, uri: str, **settings: Any) -> DeltaSyncConfig:
@@ -110,6 +125,13 @@ class DeltaSyncConfig:
     def shown_uri(self) -> str:
         """The URI, fit to be shown: absolute, without user, password or query."""
         return shown_uri(self.uri)
+
+    @property
+    def server_urls(self) -> tuple[str, ...]:
+        """The rollout servers that are set; empty: the trainer's own arguments name one."""
+        if self.server_url is None:
+            return ()
+        return (self.server_url,) if isinstance(self.server_url, str) else tuple(self.server_url)
 
     @property
     def server_key(self) -> str | None:
@@ -130,6 +152,7 @@ TIMES = (
     "request_timeout",
     "generate_timeout",
     "poll_interval",
+    "fleet_patience",
     "refusal_grace",
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -14,6 +15,7 @@ import urllib3
 from delta_sync.deadline import StillRunningError, within
 from delta_sync.errors import DeltaSyncError, FormatError, NotFoundError, StoreError
 from delta_sync.store.open import redact_uri
+from trl_callback.sockets import CuttableTransport
 
 CONNECT_TIMEOUT = 5.0
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
@@ -32,6 +34,12 @@ def is_http(url: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is none, brackets that don't close
         return False
+
+
+class CutError(DeltaSyncError):
+    """This side has cut its connections to the server: nobody waits for the answer any more."""
+
+    action = "stop"
 
 
 class ServerUrl:
@@ -53,12 +61,15 @@ class Server:
     """One rollout server spoken to over HTTP with JSON.
 
     Raises ServerUnavailableError (try again), NotFoundError (no such route), DeltaSyncError (refused) and
-    FormatError (not JSON); no message ever holds the key.
+    FormatError (not JSON), and CutError once it is ``cut``; no message ever holds the key.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = ServerUrl(url)
         self._session = requests.Session()
+        self._transport = CuttableTransport()
+        for scheme in ("http://", "https://"):
+            self._session.mount(scheme, self._transport)
         if api_key is not None:
             # As auth, not as a header: requests replaces an Authorization header by what ~/.netrc has for the host.
             self._session.auth = _Bearer(api_key)
@@ -69,9 +80,9 @@ class Server:
         """GET a JSON document, all of it within ``timeout`` seconds."""
         return _json(self._send("GET", path, timeout=timeout), self._name(path))
 
-    def post(self, path: str, body: dict[str, Any], *, timeout: float) -> Any:
+    def post(self, path: str, body: dict[str, Any], *, timeout: float, headers: Mapping[str, str] | None = None) -> Any:
         """POST a JSON document and read one back."""
-        return _json(self._send("POST", path, timeout=timeout, json=body), self._name(path))
+        return _json(self._send("POST", path, timeout=timeout, json=body, headers=headers), self._name(path))
 
     def check(self, path: str, *, timeout: float) -> None:
         """GET ``path`` and accept any body (a health route has none)."""
@@ -81,16 +92,28 @@ class Server:
         """Close pooled connections."""
         self._session.close()
 
+    def cut(self) -> None:
+        """Break off what is running, from any thread, and let nothing more begin; the server sees nobody waiting."""
+        self._transport.cut()
+
+    def raise_if_cut(self) -> None:
+        """Raise CutError once ``cut``."""
+        if self._transport.is_cut:
+            raise CutError(self.url.shown, expected="an open connection", got="one that this side has cut")
+
     def _name(self, path: str) -> str:
         return f"{self.url.shown}{path.partition('?')[0]}"
 
     def _send(self, method: str, path: str, *, timeout: float, **arguments: Any) -> _Answer:
+        self.raise_if_cut()
         try:
             answer = self._answer(method, path, timeout, arguments)
         except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
+            self.raise_if_cut()
             raise self._unavailable(path, _reason(error, timeout)) from None  # its text holds the URL and a password
         except StillRunningError as error:  # requests bounds the time between two bytes only
             self._stuck = error.thread
+            self.raise_if_cut()
             raise self._unavailable(path, f"no whole answer within {timeout:g} s") from None
         if answer.status == 200:
             return answer

@@ -8,52 +8,72 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from delta_sync.errors import DeltaSyncError, FormatError, MappingError, SyncTimeoutError
-from trl_callback.http import Server, ServerUnavailableError
+from trl_callback.fleet import Fleet, Member
+from trl_callback.http import ServerUnavailableError
+from trl_callback.sampled import Sampled, sampled_of
 
 POLL = 0.5  # seconds between looks at a server that is still starting
 TOKEN_ID = "token_id:"
+MIN_VERSION, VERSION_TIMEOUT = "x-delta-sync-min-version", "x-delta-sync-timeout"  # request headers of the server
+LONGEST_WISH = 3600.0  # seconds that a server lets a request wait for its version
 Positions = list[list[list[Any]]]  # [completions, tokens, alternatives]
 
 
 class RolloutClient:
-    """Stands where TRL's VLLMClient does, over routes that need no development mode.
+    """Stands where TRL's VLLMClient does, over routes that need no development mode, in front of one or more servers.
 
-    ``logprobs_mode`` asks the server how it computes log-probabilities; ``recovered`` is called after the server was
-    away and must return only once it serves the right weights again.
+    ``logprobs_mode`` asks the servers how they compute log-probabilities; ``recovered`` is called after a server was
+    away and must return only once enough of them serve the right weights again. Tokens of weights older than
+    ``min_version``, if that is set, are never accepted. ``sampled`` is told of every completion.
     """
 
     def __init__(
         self,
-        server: Server,
+        fleet: Fleet,
         *,
         request_timeout: float,
         generate_timeout: float,
         logprobs_mode: Callable[[], str | None],
         recovered: Callable[[], None],
     ) -> None:
-        self._server = server
+        self._fleet = fleet
         self._request_timeout, self._generate_timeout = request_timeout, generate_timeout
-        self._logprobs_mode, self._recovered = logprobs_mode, recovered
-        self.base_url = server.url.shown
-        self.model = ""
+        self._logprobs_mode, self.recovered = logprobs_mode, recovered
+        self.base_url = fleet.shown
+        self.min_version: int | None = None
+        self.sampled: Callable[[list[Sampled]], None] = ignore
 
     def connect(self, timeout: float) -> None:
-        """Wait until the server is healthy and learn its model's name; SyncTimeoutError after ``timeout`` seconds."""
+        """Wait until one server is healthy and learn its model's name; SyncTimeoutError after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while True:
-            try:
-                self._server.check("/health", timeout=self._request_timeout)
-                self.model = _first_model(self._server.get("/v1/models", timeout=self._request_timeout))
+            troubles = [self._greet(member) for member in self._fleet.members]
+            if None in troubles:
                 return
-            except ServerUnavailableError as error:
-                if time.monotonic() >= deadline:
-                    raise SyncTimeoutError(
-                        f"rollout server {self.base_url}",
-                        expected=f"healthy within {timeout:g} s",
-                        got=str(error),
-                        remedy="start it with `vllm serve MODEL --delta-sync URI`, or raise vllm_server_timeout",
-                    ) from error
-                time.sleep(min(POLL, max(0.0, deadline - time.monotonic())))
+            if time.monotonic() >= deadline:
+                raise SyncTimeoutError(
+                    f"rollout server {self.base_url}",
+                    expected=f"healthy within {timeout:g} s",
+                    got="; ".join(map(str, troubles)),
+                    remedy="start it with `vllm serve MODEL --delta-sync URI`, or raise vllm_server_timeout",
+                ) from troubles[0]
+            time.sleep(min(POLL, max(0.0, deadline - time.monotonic())))
+
+    def _greet(self, member: Member) -> ServerUnavailableError | None:
+        """Learn the model's name; what is wrong where that can't be done now."""
+        try:
+            member.server.check("/health", timeout=self._request_timeout)
+            self._model_of(member)
+        except ServerUnavailableError as error:
+            member.serves = False
+            return error
+        member.serves = True
+        return None
+
+    def _model_of(self, member: Member) -> str:
+        if not member.model:
+            member.model = _first_model(member.server.get("/v1/models", timeout=self._request_timeout))
+        return member.model
 
     def get_server_info(self) -> dict[str, Any]:
         """The one setting TRL reads from a server's configuration: its log-probability mode."""
@@ -99,25 +119,45 @@ class RolloutClient:
         if structured_outputs_regex is not None:
             sampling["structured_outputs"] = {"regex": structured_outputs_regex}
         sampling |= generation_kwargs or {}
-        asked = {"model": self.model, "prompt": prompts, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        choices = self._complete(asked | sampling)
+        choices = self._complete(prompts, sampling | {"return_token_ids": True, "return_tokens_as_token_ids": True})
         return read_choices(choices, prompts=len(prompts), n=sampling["n"])
 
-    def _complete(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+    def _complete(self, prompts: Sequence[Any], body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The choices for all prompts, in their order, whichever server they come from."""
         deadline = time.monotonic() + self._generate_timeout
-        while True:
-            try:
-                return _choices(self._server.post("/v1/completions", body, timeout=self._generate_timeout))
-            except ServerUnavailableError as error:
-                if time.monotonic() >= deadline:
-                    raise SyncTimeoutError(
-                        f"completions from {self.base_url}",
-                        expected=f"an answer within {self._generate_timeout:g} s",
-                        got=str(error),
-                        remedy="look at the server's log, or raise generate_timeout",
-                    ) from error
-                time.sleep(min(POLL, max(0.0, deadline - time.monotonic())))
-                self._recovered()
+        parts = self._fleet.parts(len(prompts))
+        answers: dict[int, list[dict[str, Any]]] = {}
+
+        def ask(member: Member, part: range) -> None:
+            answers[part.start] = self._ask(member, prompts[part.start : part.stop], body)
+
+        while (error := self._fleet.work_off(parts, ask)) is not None and parts:
+            if time.monotonic() >= deadline:
+                raise SyncTimeoutError(
+                    f"completions from {self.base_url}",
+                    expected=f"an answer within {self._generate_timeout:g} s",
+                    got=str(error),
+                    remedy="look at the server's log, or raise generate_timeout",
+                ) from error
+            time.sleep(min(POLL, max(0.0, deadline - time.monotonic())))
+            self.recovered()
+        choices = [choice for start in sorted(answers) for choice in answers[start]]
+        return [{**choice, "index": index} for index, choice in enumerate(choices)]
+
+    def _ask(self, member: Member, prompts: Sequence[Any], body: dict[str, Any]) -> list[dict[str, Any]]:
+        headers = {}
+        if self.min_version is not None:
+            patience = min(self._request_timeout, LONGEST_WISH)
+            headers = {MIN_VERSION: str(self.min_version), VERSION_TIMEOUT: f"{patience:g}"}
+        asked = {"model": self._model_of(member), "prompt": prompts, **body}
+        answer = member.server.post("/v1/completions", asked, timeout=self._generate_timeout, headers=headers)
+        choices = _choices(answer)
+        self.sampled(sampled_of(answer, choices, oldest=self.min_version))
+        return choices
+
+
+def ignore(sampled: list[Sampled]) -> None:
+    """Nobody wants to know."""
 
 
 def read_choices(choices: list[dict[str, Any]], *, prompts: int, n: int) -> dict[str, Any]:
@@ -176,7 +216,10 @@ def _choices(answer: object) -> list[dict[str, Any]]:
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list):
         raise FormatError("completions", expected="a list of choices", got=type(choices).__name__)
-    return choices
+    try:
+        return sorted(choices, key=lambda choice: int(choice["index"]))
+    except (KeyError, TypeError, ValueError):
+        raise FormatError("completions", expected="an index in every choice", got="none in one") from None
 
 
 def _first_model(answer: object) -> str:

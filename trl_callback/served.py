@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from delta_sync.errors import ConflictError, FormatError, MappingError, NotFoundError, SignatureError, SyncTimeoutError
 from delta_sync.ledger import Ledger
 from trl_callback.chain import Published
 from trl_callback.config import DeltaSyncConfig
+from trl_callback.fleet_status import Statuses
 from trl_callback.healing import Refusal, acknowledged_refusal
 from trl_callback.http import ServerUnavailableError
 from trl_callback.publisher import Publisher
-from trl_callback.status_client import ServerStatus, StatusClient
+from trl_callback.status_client import ServerStatus
 from trl_callback.trust import check_trusted
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ class ServedWait:
 
     def __init__(
         self,
-        status: StatusClient,
+        status: Statuses,
         ledger: Ledger,
         publisher: Publisher,
         config: DeltaSyncConfig,
@@ -68,6 +70,7 @@ class ServedWait:
             self._raise_if_pinned(seen, wanted)
             self._publisher.report(seen.replicas)
             if wanted is not None and served is not None and served.version >= wanted.version:
+                self._status.admit(partial(self._serves, wanted.version))
                 return served
             if time.monotonic() - start >= self._config.sync_timeout:
                 raise self._timed_out(step, wanted, seen)
@@ -78,13 +81,17 @@ class ServedWait:
             pause = min(SLOWEST_POLL, pause * 1.2)
 
     def look(self) -> Seen:
-        """What the status route says, or, where the server has none, the replicas' acknowledgements in the bucket."""
+        """What the status routes say, or, where no server has one, the replicas' acknowledgements in the bucket."""
         try:
-            return _seen(self._status.status())
+            return _seen(self._status.statuses())
         except NotFoundError as error:
             return self._acknowledged(str(error))
         except (ServerUnavailableError, FormatError) as error:  # a proxy's page in between is not the end of a run
             return Seen(trouble=str(error))
+
+    def _serves(self, version: int, status: ServerStatus) -> bool:
+        served = self._served(_seen([status]))
+        return served is not None and served.version >= version
 
     def _acknowledged(self, trouble: str) -> Seen:
         """The replica of this epoch that is furthest behind; those of earlier epochs may be long gone."""
@@ -159,23 +166,28 @@ class ServedWait:
         )
 
 
-def _seen(status: ServerStatus) -> Seen:
-    trouble = status.last_error or (None if status.state == "live" else f"state {status.state}")
-    replicas = {status.replica: status.refusal}
-    keys = status.pinned_keys
-    return Seen(status.version, status.epoch, status.manifest, replicas, trouble, keys, status.pinned)
+def _seen(statuses: Sequence[ServerStatus]) -> Seen:
+    """Of several servers that which is furthest, rather one that is not held; what any refuses."""
+    best = max(
+        statuses, key=lambda one: (one.pinned is None, one.epoch or 0, -1 if one.version is None else one.version)
+    )
+    trouble = best.last_error or (None if best.state == "live" else f"state {best.state}")
+    replicas = {status.replica: status.refusal for status in statuses}
+    keys = best.pinned_keys
+    return Seen(best.version, best.epoch, best.manifest, replicas, trouble, keys, best.pinned)
 
 
-def wait_for_live_state(status: StatusClient, timeout: float) -> ServerStatus:
-    """The first status that has a digest of the live weights; SyncTimeoutError after ``timeout`` seconds."""
+def wait_for_live_states(status: Statuses, timeout: float) -> list[ServerStatus]:
+    """The first statuses that all have a digest of the live weights; SyncTimeoutError after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while True:
         trouble: object
         try:
-            seen = status.status()
-            if seen.state_digest:
+            seen = status.statuses()
+            without = [one for one in seen if not one.state_digest]
+            if not without:
                 return seen
-            trouble = seen.last_error or f"state {seen.state}"
+            trouble = without[0].last_error or f"state {without[0].state}"
         except ServerUnavailableError as error:
             trouble = error
         if time.monotonic() >= deadline:

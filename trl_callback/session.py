@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,15 +20,16 @@ from delta_sync.signing import PublicKeys
 from delta_sync.store.open import open_ack_store, open_store
 from trl_callback.adapter_image import adapter_sizes
 from trl_callback.anchors import sidecar_files
-from trl_callback.chain import Chain
+from trl_callback.chain import Chain, Published
 from trl_callback.config import CODECS, DeltaSyncConfig
+from trl_callback.fleet_status import Statuses
 from trl_callback.gpu_snapshot import snapshot_of
 from trl_callback.metrics import Metrics
 from trl_callback.publisher import Publisher
-from trl_callback.served import ServedWait, wait_for_live_state
+from trl_callback.served import ServedWait, wait_for_live_states
 from trl_callback.serving_image import ServingImage
 from trl_callback.snapshot import Snapshot
-from trl_callback.status_client import ServerStatus, StatusClient
+from trl_callback.status_client import ServerStatus
 from trl_callback.supported import unwrap
 from trl_callback.trust import check_trusted
 
@@ -53,9 +54,7 @@ class Session:
     Raises MappingError (model or server don't fit), ConflictError, StoreError, SyncTimeoutError.
     """
 
-    def __init__(
-        self, subject: Subject, config: DeltaSyncConfig, status: StatusClient | None, metrics: Metrics
-    ) -> None:
+    def __init__(self, subject: Subject, config: DeltaSyncConfig, status: Statuses | None, metrics: Metrics) -> None:
         self._config, self._metrics = config, metrics
         server = ask(status, config)
         self._image = ServingImage(subject.model, serving_dtypes(config, server, subject.compute_dtype))
@@ -73,13 +72,14 @@ class Session:
 
         ``snapshot`` is the served model's; ``published`` what versions are of, if that is something over it.
         """
-        config, status, live = self._config, server.client, server.live
+        config, status = self._config, server.client
         self._key = config.load_signing_key()
         if status is not None:
             check_same_tensors(snapshot.states, server.tensors, status.url)
-            check_trusted(self._key, live.pinned_keys if live else (), status.url)
-            check_codec(CODECS[config.codec], config.tiles, live, status.url)
-            warn_about_uri(config.shown_uri, live, status.url)
+        for live in server.live:
+            check_trusted(self._key, live.pinned_keys, live.url)
+            check_codec(CODECS[config.codec], config.tiles, live, live.url)
+            warn_about_uri(config.shown_uri, live, live.url)
         warn_about_precision(subject.compute_dtype, snapshot.main_dtype)
 
         sidecars = sidecar_files(subject.model, subject.processing_class, snapshot.main_dtype)
@@ -93,8 +93,9 @@ class Session:
         say_which_is_smaller(subject.model, config.lora)
         self._first_step = subject.step
         self._publisher = Publisher(chain, published or snapshot, config, self._metrics)
-        self._wait = None if status is None else ServedWait(status, ledger, self._publisher, config, self._key)
-        self._want_first_anchor(chain, snapshot, live)
+        self._ledger = ledger
+        self._wait = None if status is None else self._wait_by(status)
+        self._want_first_anchor(chain, snapshot, server.live)
         self._publisher.start()
 
     def _open(
@@ -119,11 +120,15 @@ class Session:
                 remedy="look at that file system or store",
             ) from None
 
-    def _want_first_anchor(self, chain: Chain, snapshot: Snapshot, live: ServerStatus | None) -> None:
-        """None where the server's live bits are proven ours; on a used chain one all the same, but without hurry:
+    def _wait_by(self, status: Statuses) -> ServedWait:
+        return ServedWait(status, self._ledger, self._publisher, self._config, self._key)
+
+    def _want_first_anchor(self, chain: Chain, snapshot: Snapshot, live: Sequence[ServerStatus]) -> None:
+        """None where every server's live bits are proven ours; on a used chain one all the same, but without hurry:
         a server that restarts could not get from the chain before this origin to the one after it."""
         state = snapshot.digest_with({})
-        same = live is not None and (live.state_digest, live.model_fingerprint) == (state, snapshot.fingerprint)
+        ours = (state, snapshot.fingerprint)
+        same = bool(live) and all((one.state_digest, one.model_fingerprint) == ours for one in live)
         continues = chain.goes_on and (chain.previous is None or chain.previous.state_digest != state)
         if not same or continues or chain.after_reset:
             self._publisher.want_anchor(urgent=not same or chain.after_reset)
@@ -140,19 +145,38 @@ class Session:
     def sync(self, step: int) -> None:
         """Return once the server serves weights at most ``max_staleness`` steps older than ``step``."""
         start = time.monotonic()
-        if self._publisher.captured_step < self._needed(step):
+        if self._publisher.captured_step < self.oldest_allowed(step):
             self._capture(step)
         self._wait_for(step, since=start)
-
-    def _needed(self, step: int) -> int:
-        """The oldest step whose weights rollouts at ``step`` may come from."""
-        return max(self._first_step, step - self._config.max_staleness)
 
     def _wait_for(self, step: int, since: float) -> None:
         if self._wait is None:
             raise MappingError("sync_weights", expected="a rollout server", got="none", remedy="set server_url=…")
-        served = self._wait.until(self._needed(step))
+        served = self._wait.until(self.oldest_allowed(step))
         self._metrics.record(wait_seconds=time.monotonic() - since, staleness=step - served.step)
+
+    def prepare(self, step: int) -> None:
+        """On the training thread: see that a version that covers ``step`` is published or on its way."""
+        self._publisher.raise_if_failed()
+        if self._publisher.captured_step < step:
+            self._capture(step)
+
+    def wait_elsewhere(self, status: Statuses, step: int) -> tuple[Published, Published]:
+        """On another thread, over its own connections: wait until ``step`` is served, once it is prepared.
+
+        Returns the first version that covers it and the one that is served.
+        """
+        served = self._wait_by(status).until(step)
+        return self._publisher.covering(step) or served, served
+
+    def step_of(self, version: int) -> int | None:
+        """The step whose weights this trainer's ``version`` holds, None if it has none of that number."""
+        published = self._publisher.by_version(version)
+        return None if published is None else published.step
+
+    def oldest_allowed(self, step: int) -> int:
+        """The oldest step whose weights rollouts that are used at ``step`` may come from."""
+        return max(self._first_step, step - self._config.max_staleness)
 
     def finish(self, step: int) -> None:
         """Publish what is not published yet, and wait until it is durable (``flush_timeout``)."""
@@ -181,18 +205,18 @@ def begin_trace(step: int, optimizer: Interval | None, began: float) -> tracing.
 
 @dataclass(frozen=True)
 class AskedServer:
-    """The server to wait for and what it said of itself when asked, all None or empty where there is none."""
+    """The servers to wait for and what each said of itself when asked, None or empty where there is none."""
 
-    client: StatusClient | None = None
-    live: ServerStatus | None = None
+    client: Statuses | None = None
+    live: Sequence[ServerStatus] = ()
     tensors: Mapping[str, TensorState] = field(default_factory=dict)
 
 
-def ask(status: StatusClient | None, config: DeltaSyncConfig) -> AskedServer:
-    """Wait until the server knows the digest of its live weights; SyncTimeoutError after ``sync_timeout``."""
+def ask(status: Statuses | None, config: DeltaSyncConfig) -> AskedServer:
+    """Wait until the servers know the digest of their live weights; SyncTimeoutError after ``sync_timeout``."""
     if status is None:
         return AskedServer()
-    return AskedServer(status, wait_for_live_state(status, config.sync_timeout), status.tensors())
+    return AskedServer(status, wait_for_live_states(status, config.sync_timeout), status.tensors())
 
 
 @dataclass(frozen=True)
@@ -211,7 +235,7 @@ def serving_dtypes(config: DeltaSyncConfig, server: AskedServer, computed: str) 
     """The setting, else each tensor's type on the server, else what the trainer computes in."""
     if config.serving_dtype is not None:
         return ServingDtypes(config.serving_dtype)
-    default = (server.live.serving_dtype if server.live else None) or computed
+    default = (server.live[0].serving_dtype if server.live else None) or computed
     return ServingDtypes(default, {name: state.dtype for name, state in server.tensors.items()})
 
 
@@ -228,9 +252,9 @@ def _layout(state: TensorState | None) -> str:
     return "no such tensor" if state is None else f"{state.dtype} {list(state.shape)}"
 
 
-def check_codec(codec: str, tiles: int, live: ServerStatus | None, url: str) -> None:
+def check_codec(codec: str, tiles: int, live: ServerStatus, url: str) -> None:
     """MappingError where the server does not say that it can decode what the settings ask for."""
-    if codec == DEFAULT_CODEC or live is None:
+    if codec == DEFAULT_CODEC:
         return
     if codec not in live.codecs:
         raise MappingError(f"codec {codec}", expected="a server that decodes it", got=f"{list(live.codecs)} at {url}",
@@ -240,9 +264,9 @@ def check_codec(codec: str, tiles: int, live: ServerStatus | None, url: str) -> 
                            remedy=f"set tiles={live.ranks}, or codec='gap'")  # fmt: skip
 
 
-def warn_about_uri(ours: str, live: ServerStatus | None, url: str) -> None:
+def warn_about_uri(ours: str, live: ServerStatus, url: str) -> None:
     """Warn where the server names another run than ours; it may be the same place by another path or a mirror."""
-    if live is not None and live.uri not in (None, ours):
+    if live.uri not in (None, ours):
         logger.warning(
             "delta-sync: this trainer publishes to %s but %s follows %s. Remedy: if these are not the same place, "
             "give both the same URI", ours, url, live.uri,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from delta_sync.errors import FormatError, NotFoundError
@@ -46,6 +46,7 @@ class ServerStatus:
     pinned_keys: tuple[str, ...] = ()  # ids of the public keys of which one must have signed what it takes
     pinned: int | None = None  # the version its operator holds it at
     lora: ServedLora | None = None  # None: it serves no LoRA adapters
+    url: str = ""  # fit to be shown
 
 
 class StatusClient:
@@ -65,7 +66,7 @@ class StatusClient:
     def status(self) -> ServerStatus:
         """Read the status route once."""
         try:
-            return parse_status(self._server.get(STATUS, timeout=self._timeout))
+            return replace(parse_status(self._server.get(STATUS, timeout=self._timeout)), url=self.url)
         except NotFoundError:
             raise NotFoundError(
                 f"{self.url}{STATUS}",
@@ -73,6 +74,13 @@ class StatusClient:
                 got="HTTP 404",
                 remedy="start the server with `vllm serve MODEL --delta-sync URI`, and let proxies pass /delta_sync/",
             ) from None
+
+    def statuses(self) -> list[ServerStatus]:
+        """The one server's status, as a fleet has several."""
+        return [self.status()]
+
+    def admit(self, serves: Callable[[ServerStatus], bool]) -> None:
+        """Whether it serves or not, there is no other to ask."""
 
     def tensors(self) -> dict[str, TensorState]:
         """Name -> element type, shape and digest of every tensor the server serves."""

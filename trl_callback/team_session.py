@@ -15,6 +15,7 @@ from delta_sync.store.open import open_store
 from delta_sync.tensor_delta import TensorDelta
 from trl_callback.config import CODECS, DeltaSyncConfig
 from trl_callback.crew import Crew
+from trl_callback.fleet_status import Statuses
 from trl_callback.follower import Follower
 from trl_callback.metrics import Metrics
 from trl_callback.publisher import STOP
@@ -31,7 +32,6 @@ from trl_callback.session import (
 )
 from trl_callback.shard_image import ShardImage
 from trl_callback.shard_snapshot import Key
-from trl_callback.status_client import StatusClient
 from trl_callback.team import Team
 from trl_callback.team_chain import TeamChain, TeamChanges
 from trl_callback.team_snapshot import TeamSnapshot, describe
@@ -47,9 +47,7 @@ class TeamSession:
     A step left out loses nothing: the next capture holds its changes.
     """
 
-    def __init__(
-        self, subject: Subject, config: DeltaSyncConfig, status: StatusClient | None, metrics: Metrics
-    ) -> None:
+    def __init__(self, subject: Subject, config: DeltaSyncConfig, status: Statuses | None, metrics: Metrics) -> None:
         longest = max(config.sync_timeout, config.publish_timeout, config.flush_timeout)
         self._team = team = Team(2 * longest + MARGIN)
         self._metrics = metrics
@@ -67,7 +65,7 @@ class TeamSession:
             raise
         atexit.register(self.close)
 
-    def _open(self, subject: Subject, config: DeltaSyncConfig, status: StatusClient | None) -> None:
+    def _open(self, subject: Subject, config: DeltaSyncConfig, status: Statuses | None) -> None:
         """Every rank takes its snapshot, rank 0 sees that they make up one model and commits the origin."""
         team = self._team
         team.decide(lambda: self._ask(status, config))
@@ -80,7 +78,7 @@ class TeamSession:
             self._follower = Follower(team, self._part)
             self._follower.start()
 
-    def _ask(self, status: StatusClient | None, config: DeltaSyncConfig) -> None:
+    def _ask(self, status: Statuses | None, config: DeltaSyncConfig) -> None:
         self._server = ask(status, config)
 
     def _take_snapshot(self, subject: Subject, config: DeltaSyncConfig, dtypes: ServingDtypes) -> None:
@@ -187,7 +185,7 @@ class _Lead(Session):
 
     def must_capture(self, step: int) -> bool:
         """Whether rollouts at ``step`` need a capture; waits then until nothing is in flight."""
-        missing = self._publisher.captured_step < self._needed(step)
+        missing = self._publisher.captured_step < self.oldest_allowed(step)
         if missing:
             self._publisher.flush(self._config.sync_timeout)
         return missing

@@ -11,7 +11,7 @@ from helpers.container import why_not
 from helpers.tiny_models import build
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "wordle"))
-from tokenizers_for_tests import byte_tokenizer
+from helpers.byte_tokenizer import byte_tokenizer
 
 from examples.wordle.space_files import ROOT
 

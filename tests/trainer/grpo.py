@@ -44,18 +44,22 @@ def grpo_arguments(folder: Any, *, url: str | None, use_vllm: bool, **settings: 
 
 
 def grpo_trainer(folder: Any, *, model: Any, url: str | None, use_vllm: bool, callbacks: list | None = None,
-                 rollout_func: Any = None, peft_config: Any = None, **settings: Any) -> Any:  # fmt: skip
+                 rollout_func: Any = None, peft_config: Any = None, given: dict | None = None,
+                 **settings: Any) -> Any:  # fmt: skip
     from trl import GRPOTrainer
 
     return GRPOTrainer(
-        model=model,
-        reward_funcs=reward,
-        args=grpo_arguments(folder, url=url, use_vllm=use_vllm, **settings),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
-        processing_class=tiny.tokenizer(),
-        callbacks=callbacks,
-        peft_config=peft_config,
-        **({"rollout_func": rollout_func} if rollout_func else {}),
+        **{
+            "model": model,
+            "reward_funcs": reward,
+            "args": grpo_arguments(folder, url=url, use_vllm=use_vllm, **settings),
+            "train_dataset": Dataset.from_dict({"prompt": PROMPTS * 4}),
+            "processing_class": tiny.tokenizer(),
+            "callbacks": callbacks,
+            "peft_config": peft_config,
+            **({"rollout_func": rollout_func} if rollout_func else {}),
+            **(given or {}),
+        }
     )
 
 

@@ -215,7 +215,8 @@ class StandInReplica:
         return 200, {"tensors": listed}
 
     def complete(self, body: Any) -> tuple[int, Any]:
-        self.generated_at.append(self.position and self.position.version)
+        version = self.position and self.position.version
+        self.generated_at.append(version)
         choices = []
         for prompt in body["prompt"]:
             for _ in range(body["n"]):
@@ -234,7 +235,10 @@ class StandInReplica:
                         },
                     }
                 )
-        return 200, {"choices": choices}
+        spans = [
+            [{"version": version, "epoch": self.epoch, "start": 0, "end": len(one["token_ids"])}] for one in choices
+        ]
+        return 200, {"choices": choices, "usage": {"delta_sync": {"versions": [version], "choices": spans}}}
 
     @contextmanager
     def running(self, port: int = 0) -> Iterator[StandInReplica]:

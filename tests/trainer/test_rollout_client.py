@@ -12,6 +12,7 @@ import pytest
 from stand_in_server import StandInServer, serving
 
 from delta_sync.errors import DeltaSyncError, FormatError, MappingError, NotFoundError, SyncTimeoutError
+from trl_callback.fleet import Fleet
 from trl_callback.http import Server, ServerUnavailableError
 from trl_callback.rollout_client import RolloutClient, read_choices
 from trl_callback.status_client import StatusClient, parse_status
@@ -47,7 +48,7 @@ def completions(body: dict) -> tuple[int, dict]:
 
 def client_of(server: StandInServer, *, key: str | None = None, timeout: float = 5.0, recovered=lambda: None):
     return RolloutClient(
-        Server(server.url, key),
+        Fleet([Server(server.url, key)]),
         request_timeout=timeout,
         generate_timeout=timeout,
         logprobs_mode=lambda: "processed_logprobs",
@@ -181,7 +182,7 @@ def test_a_request_the_server_rejects_is_not_repeated(server: StandInServer) -> 
     server.routes["POST /v1/completions"] = lambda _: (400, {"error": {"message": "max_tokens is too large"}})
     with pytest.raises(DeltaSyncError, match="400: max_tokens is too large"):
         client_of(server).generate([[1]])
-    assert len(server.requests) == 1
+    assert [name for name, _, _ in server.requests] == ["GET /v1/models", "POST /v1/completions"]
 
 
 def test_answers_that_are_not_json_are_format_errors(server: StandInServer) -> None:

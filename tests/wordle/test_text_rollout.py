@@ -4,7 +4,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from tokenizers_for_tests import byte_tokenizer
+from helpers.byte_tokenizer import byte_tokenizer
 
 from examples.wordle.client import WordleClient
 from examples.wordle.text_rollout import TextRollout, prompt

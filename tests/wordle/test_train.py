@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import trl
-from tokenizers_for_tests import byte_tokenizer
+from helpers.byte_tokenizer import byte_tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import get_json_schema
 from trl import GRPOConfig, GRPOTrainer

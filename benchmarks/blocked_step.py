@@ -75,7 +75,7 @@ class Peer:
 
 
 class Clock:
-    """Seconds since it was made: on the wall, and of all CPUs by this process, which does not grow with others' load."""
+    """Seconds since it was made: on the wall, and of CPU time by this process, which others' load hardly moves."""
 
     def __init__(self) -> None:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
@@ -231,19 +231,15 @@ def report(steps: list[Step], about: dict[str, Any]) -> None:
     missed = []
     for number, clock in enumerate(("wall", "CPU")):
         plain = statistics.median(step.whole[number] for step in of["none"])
-        print(
-            f"\n| {clock} | steps | step, s | blocked, ms: median | most | of a step without publishing: median | most |"
-        )
+        print(f"\n| {clock} | steps | step, s | blocked, ms | most | of a step that publishes nothing | most |")
         print("|---|---|---|---|---|---|---|")
         middle = {arm: statistics.median(step.blocked[number] for step in rows) for arm, rows in of.items()}
         for arm, rows in of.items():
-            most = max(step.blocked[number] for step in rows)
-            print(f"| {arm} | {len(rows)} | {statistics.median(step.whole[number] for step in rows):.2f} "
-                  f"| {1e3 * middle[arm]:.0f} | {1e3 * most:.0f} | {middle[arm] / plain:.2%} | {most / plain:.2%} |")  # fmt: skip
+            most, whole = (max(s.blocked[number] for s in rows), statistics.median(s.whole[number] for s in rows))
+            print(f"| {arm} | {len(rows)} | {whole:.2f} | {1e3 * middle[arm]:.0f} | {1e3 * most:.0f} "
+                  f"| {middle[arm] / plain:.2%} | {most / plain:.2%} |")  # fmt: skip
         share, third = middle["ours"] / plain, middle["ours"] / middle["peer"]
-        print(
-            f"\n{clock}: ours is {share:.2%} of a step (target: under 2 %), {third:.3f} of the peer's (under a third)"
-        )
+        print(f"\n{clock}: ours {share:.2%} of a step (target: under 2 %), {third:.3f} of the peer's (under a third)")
         missed += [clock] if share >= 0.02 or third >= 1 / 3 else []
     print(json.dumps({**about, "steps": [vars(step) for step in steps]}))
     if missed:

@@ -24,6 +24,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/trainer"), str(ROOT / "benchmarks")]
 
+if "RANK" in os.environ:
+    import no_vllm  # noqa: F401 (ranks need none of it, and it takes long to import)
 import accelerate_on_cpu  # noqa: E402, F401
 import grpo  # noqa: E402
 import torch  # noqa: E402

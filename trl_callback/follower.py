@@ -34,8 +34,8 @@ class Follower:
 
     def leave(self, quiet: float, most: float) -> bool:
         """Obey until rank 0 ends this, or gives no order for ``quiet`` seconds, or ``most`` have passed."""
-        ends = time.monotonic() + most
-        while not self.join(0.1) and time.monotonic() < min(ends, self._heard + quiet):
+        began = time.monotonic()
+        while not self.join(0.1) and time.monotonic() < min(began + most, max(began, self._heard) + quiet):
             pass
         return self.join(0)
 

@@ -167,6 +167,7 @@ class Session:
         self._publisher.raise_if_failed()
         self._capture(step, even_if_same=self._publisher.captured_step < step)
         self._publisher.flush(self._config.flush_timeout)
+        not_at_exit(self._leave)  # which would keep the model in memory
 
     def close(self) -> None:
         """End the publisher's thread."""

@@ -5,7 +5,7 @@
 A real GRPOTrainer with DeltaSyncCallback publishes to a folder, with complete weights every 50 versions of which two
 are kept, and waits at each step for a replica in this process (the tests' stand-in, which follows the bucket bit for
 bit). The first window warms up. Fails where the last window has more open files, threads or snapshots than any before
-it, or, beside the second, 2 % and 4 MB more anonymous memory or `--latency-factor` times the publishing or waiting time.
+it, or, beside the second, 2 % and 4 MB more anonymous memory, or publishes or waits `--latency-factor` times as long.
 """
 
 from __future__ import annotations

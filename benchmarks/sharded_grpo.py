@@ -102,8 +102,9 @@ def train(options: argparse.Namespace) -> None:
     )  # fmt: skip
     trainer.train()
     sync.close()
+    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters())
     print(json.dumps({**both.memory.report(), "gathered": both.gathered, "rank": torch.distributed.get_rank(),
-                      "parameters": trainer.model.num_parameters()}))  # fmt: skip
+                      "parameters": parameters}))  # fmt: skip
 
 
 def launch(options: argparse.Namespace) -> None:

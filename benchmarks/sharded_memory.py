@@ -296,10 +296,12 @@ def warm_up() -> None:
     from delta_sync.delta import apply
     from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader
     from delta_sync.digest import digest, digest_change, digest_region
+    from delta_sync.rounding import diff_rounded
 
     old, new = np.zeros(512, "<u2"), np.arange(512, dtype="<u2")
     delta = diff("t", DTYPES["BF16"], (512,), old, new)
     encode_delta(DeltaHeader("warm", 2, 1, DEFAULT_CODEC), [delta])
+    diff_rounded("t", (512,), old, np.zeros(512, "<f4"))
     apply(delta, old.copy())
     digest(new, tensor_key("t"))
     digest_region(new, 0, (1,), 0, (1,), (512,), tensor_key("t"))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import hashlib
 import json
 import os
 import platform
@@ -183,7 +184,7 @@ class Gathering:
 
     def __init__(self, model: Any) -> None:
         self._model, self._rank = model, distributed.get_rank()
-        self._bits: dict[str, Any] = {}
+        self.bits: dict[str, Any] = {}  # on rank 0, as last published
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def publish(self) -> str:
@@ -200,14 +201,23 @@ class Gathering:
                 continue
             bits = whole.to(torch.bfloat16).cpu().view(torch.int16).numpy().view("<u2").reshape(-1)
             self._shapes[name] = tuple(whole.shape)
-            if name in self._bits:
-                deltas.append(diff(name, DTYPES["BF16"], self._shapes[name], self._bits[name], bits))
-            self._bits[name] = bits.copy()
+            if name in self.bits:
+                deltas.append(diff(name, DTYPES["BF16"], self._shapes[name], self.bits[name], bits))
+            self.bits[name] = bits.copy()
         if deltas:
             encode_delta(DeltaHeader("gather", 2, 1, DEFAULT_CODEC), deltas)
         return state_digest(
-            {n: TensorState("BF16", self._shapes[n], digest(b, tensor_key(n))) for n, b in self._bits.items()}
+            {n: TensorState("BF16", self._shapes[n], digest(b, tensor_key(n))) for n, b in self.bits.items()}
         )
+
+
+def fingerprint(bits: dict[str, Any]) -> str:
+    """SHA-256 of every tensor's name and bits."""
+    hashed = hashlib.sha256()
+    for name in sorted(bits):
+        hashed.update(name.encode() + b"\0")
+        hashed.update(bits[name].tobytes())
+    return hashed.hexdigest()
 
 
 def gathered(parameter: Any) -> torch.Tensor:
@@ -286,10 +296,12 @@ def warm_up() -> None:
     from delta_sync.delta import apply
     from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader
     from delta_sync.digest import digest, digest_change, digest_region
+    from delta_sync.rounding import diff_rounded
 
     old, new = np.zeros(512, "<u2"), np.arange(512, dtype="<u2")
     delta = diff("t", DTYPES["BF16"], (512,), old, new)
     encode_delta(DeltaHeader("warm", 2, 1, DEFAULT_CODEC), [delta])
+    diff_rounded("t", (512,), old, np.zeros(512, "<f4"))
     apply(delta, old.copy())
     digest(new, tensor_key("t"))
     digest_region(new, 0, (1,), 0, (1,), (512,), tensor_key("t"))

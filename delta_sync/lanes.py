@@ -26,7 +26,9 @@ def unequal(typing: Any, one: Any, other: Any, at: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kinds, (a, b, start) = signature.args, args
-        left, right = (_load(context, builder, kind, array, start) for kind, array in ((kinds[0], a), (kinds[1], b)))
+        left, right = (
+            load_lanes(context, builder, kind, array, start) for kind, array in ((kinds[0], a), (kinds[1], b))
+        )
         return builder.bitcast(builder.icmp_unsigned("!=", left, right), _WORD)
 
     return types.uint64(one, other, types.uint64), generate
@@ -37,9 +39,9 @@ def narrow(typing: Any, bits: Any, at: Any, shift: Any, mask: Any, out: Any) -> 
     """Write ``(bits[at + i] >> shift) & mask`` for i below 64 to uint8 ``out[i]``; shift and mask are of bits' type."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = _load(context, builder, signature.args[0], args[0], args[1])
-        shifted = builder.lshr(lanes, _everywhere(builder, lanes.type, args[2]))
-        masked = builder.and_(shifted, _everywhere(builder, lanes.type, args[3]))
+        lanes = load_lanes(context, builder, signature.args[0], args[0], args[1])
+        shifted = builder.lshr(lanes, everywhere(builder, lanes.type, args[2]))
+        masked = builder.and_(shifted, everywhere(builder, lanes.type, args[3]))
         bytes_ = ir.VectorType(ir.IntType(8), int(LANES))
         small = builder.trunc(masked, bytes_) if lanes.type != bytes_ else masked
         place = _place(context, builder, signature.args[4], args[4], ir.Constant(_WORD, 0), bytes_)
@@ -54,8 +56,8 @@ def below(typing: Any, values: Any, first: Any) -> Any:
     """Bit i is set where ``values[i] < first``, for the first 64 of uint8 ``values``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = _load(context, builder, signature.args[0], args[0], ir.Constant(_WORD, 0))
-        return builder.bitcast(builder.icmp_unsigned("<", lanes, _everywhere(builder, lanes.type, args[1])), _WORD)
+        lanes = load_lanes(context, builder, signature.args[0], args[0], ir.Constant(_WORD, 0))
+        return builder.bitcast(builder.icmp_unsigned("<", lanes, everywhere(builder, lanes.type, args[1])), _WORD)
 
     return types.uint64(values, types.uint8), generate
 
@@ -97,7 +99,8 @@ def first_ones(count: Any) -> Any:
     return _ALL if count >= LANES else (_ONE << count) - _ONE
 
 
-def _load(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
+def load_lanes(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
+    """The 64 elements of an array from ``at``, as one vector; part of an intrinsic."""
     place = _place(context, builder, kind, array, at, ir.VectorType(ir.IntType(kind.dtype.bitwidth), int(LANES)))
     loaded = builder.load(place)
     loaded.align = kind.dtype.bitwidth // 8
@@ -109,7 +112,7 @@ def _place(context: Any, builder: Any, kind: Any, array: Any, at: Any, vector: A
     return builder.bitcast(builder.gep(data, [at]), vector.as_pointer())
 
 
-def _everywhere(builder: Any, vector: Any, value: Any) -> Any:
+def everywhere(builder: Any, vector: Any, value: Any) -> Any:
     """A vector with ``value`` in each lane."""
     nothing, first = ir.Constant(vector, ir.Undefined), ir.Constant(ir.IntType(32), 0)
     all_of_it = ir.Constant(ir.VectorType(ir.IntType(32), int(LANES)), None)

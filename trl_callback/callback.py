@@ -94,8 +94,10 @@ class DeltaSyncCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Note when the optimizer's step begins, for its span."""
+        """Note that the optimizer's step begins: for its span, and as the weights are no step's until it ends."""
         self._optimizing_since = time.time()
+        if isinstance(self._session, Session):
+            self._session.optimizing()
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

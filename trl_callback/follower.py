@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from typing import Any
 
 from delta_sync import errors
@@ -17,6 +19,7 @@ class Follower:
     def __init__(self, team: Team, part: RankPart) -> None:
         self._team, self._part = team, part
         self.failure: BaseException | None = None
+        self._heard = time.monotonic()  # when rank 0's last order was carried out
         self._thread = threading.Thread(target=self._run, name="delta-sync-follower", daemon=True)
 
     def start(self) -> None:
@@ -29,6 +32,13 @@ class Follower:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    def leave(self, quiet: float, most: float) -> bool:
+        """Obey until rank 0 ends this, or gives no order for ``quiet`` seconds, or ``most`` have passed."""
+        began = time.monotonic()
+        while not self.join(0.1) and time.monotonic() < min(began + most, max(began, self._heard) + quiet):
+            pass
+        return self.join(0)
+
     def raise_if_failed(self) -> None:
         """Raise what ended the thread before its time."""
         if self.failure is not None:
@@ -37,7 +47,9 @@ class Follower:
     def _run(self) -> None:
         try:
             while (order := self._team.next_order())["do"] != "stop":
+                self._heard = math.inf
                 self._team.answer(_obey(self._part, self._team, order))
+                self._heard = time.monotonic()
         except BaseException as error:  # noqa: BLE001 (the training thread raises it)
             self.failure = error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import random
 import threading
@@ -12,6 +11,7 @@ from dataclasses import replace
 
 from delta_sync import tracing
 from delta_sync.errors import DeltaSyncError, ResetError, StoreError, SyncTimeoutError
+from trl_callback.at_exit import at_exit, not_at_exit
 from trl_callback.chain import Attempt, Chain, Published
 from trl_callback.changes import ChangeSet, rebase
 from trl_callback.config import DeltaSyncConfig
@@ -27,6 +27,7 @@ LOOK = 5.0  # seconds between looks at the bucket's acknowledgements while there
 _SLOWEST = 1e6  # bytes a second; a store that is slower with complete weights counts as one that hangs
 RETRY_ANCHOR = 50  # versions until an anchor that failed is due again, without ``anchor_every``
 STOP = 5.0  # seconds the interpreter's exit waits for the thread
+LAST_CALL = 60.0  # seconds it waits before for what was trained last, when training ended by an exception or Ctrl-C
 
 Job = Callable[[], None]
 
@@ -70,8 +71,8 @@ class Publisher:
     # The training thread's side.
 
     def start(self) -> None:
-        """Start the thread; it ends with ``stop``, or with the interpreter."""
-        atexit.register(self.stop)
+        """Start the thread; it ends with ``stop``, or with the interpreter, once what was captured is durable."""
+        at_exit(self.leave)
         self._thread.start()
 
     def capture(
@@ -182,8 +183,19 @@ class Publisher:
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join(timeout)
-        atexit.unregister(self.stop)
+        not_at_exit(self.leave)
         return not self._thread.is_alive()
+
+    def leave(self) -> None:
+        """End the thread as soon as all that was captured is durable, or after ``LAST_CALL`` seconds."""
+        if not self.is_idle and self._failure is None:
+            logger.warning("delta-sync: publishing step %d before the exit (Ctrl-C: exit now)", self.captured_step)
+            with self._changed:
+                self._changed.wait_for(lambda: self._failure or not (self._waiting or self._in_flight), LAST_CALL)
+        if not self.is_idle:
+            said = self._failure or self.last_error or "an upload still running"
+            logger.error("delta-sync: step %d is not in the bucket: %s", self.captured_step, said)
+        self.stop()
 
     # The thread's side.
 

@@ -14,8 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from delta_sync.delta import diff
 from delta_sync.dtypes import DType, dtype
 from delta_sync.errors import MappingError
+from delta_sync.rounding import diff_rounded
+from delta_sync.tensor_delta import TensorDelta
 from trl_callback.adapters import Adapters
 from trl_callback.extract import SIGNED, TORCH_DTYPES
 from trl_callback.supported import check_model, unwrap
@@ -52,6 +55,14 @@ class Source:
         served = self.tensor.to(TORCH_DTYPES[self.dtype.name])  # cast first: half the bytes leave a GPU
         bits = served.to("cpu").contiguous().view(SIGNED[self.dtype.itemsize]).numpy().view(self.dtype.carrier)
         return ImageTensor(self.name, self.dtype, self.shape, bits.reshape(-1))
+
+    def changes(self, held: npt.NDArray[np.unsignedinteger], shape: tuple[int, ...]) -> TensorDelta:
+        """What turns ``held``, the flat bits last published, into this tensor as served; positions are in ``shape``."""
+        if (self.dtype.name, self.tensor.dtype, self.tensor.device.type) == ("BF16", torch.float32, "cpu"):
+            delta = diff_rounded(self.name, shape, held, self.tensor.numpy())  # no copy: half of a capture's time
+            if delta is not None:
+                return delta
+        return diff(self.name, self.dtype, shape, held, self.cast().bits)
 
 
 class ServingImage:
@@ -118,9 +129,6 @@ class ServingImage:
             raise MappingError(f"tensor {name!r}", expected=f"served as one of {sorted(TORCH_DTYPES)}", got=served,
                                remedy="serve unquantised weights")  # fmt: skip
         return Source(name, dtype(served), tensor)
-
-    def _cast(self, name: str, tensor: torch.Tensor) -> ImageTensor:
-        return self._source(name, tensor).cast()
 
 
 def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:

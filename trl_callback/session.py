@@ -13,13 +13,14 @@ from torch import nn
 from delta_sync import tracing
 from delta_sync.deadline import StillRunningError, within
 from delta_sync.delta_file import DEFAULT_CODEC
-from delta_sync.errors import MappingError, StoreError
+from delta_sync.errors import DeltaSyncError, MappingError, StoreError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import TensorState
 from delta_sync.signing import PublicKeys
 from delta_sync.store.open import open_ack_store, open_store
 from trl_callback.adapter_image import adapter_sizes
 from trl_callback.anchors import sidecar_files
+from trl_callback.at_exit import at_exit, not_at_exit
 from trl_callback.chain import Chain, Published
 from trl_callback.config import CODECS, DeltaSyncConfig
 from trl_callback.fleet_status import Statuses
@@ -59,6 +60,7 @@ class Session:
         server = ask(status, config)
         self._image = ServingImage(subject.model, serving_dtypes(config, server, subject.compute_dtype))
         self._start(subject, server, snapshot_of(self._image, config.snapshot_device, config.bucket_bytes), Chain)
+        at_exit(self._leave)
 
     def _start(
         self,
@@ -91,7 +93,8 @@ class Session:
             )  # fmt: skip
             warn_about_kind(chain)
         say_which_is_smaller(subject.model, config.lora)
-        self._first_step = subject.step
+        self._first_step = self._last_step = subject.step
+        self._optimizing = False
         self._publisher = Publisher(chain, published or snapshot, config, self._metrics)
         self._ledger = ledger
         self._wait = None if status is None else self._wait_by(status)
@@ -138,9 +141,14 @@ class Session:
 
         ``optimizer`` is when the optimizer's own step began and ended, unix seconds.
         """
+        self._last_step, self._optimizing = step, False
         self._publisher.raise_if_failed()
         if step % self._config.publish_every == 0:
             self._capture(step, optimizer=optimizer)
+
+    def optimizing(self) -> None:
+        """The optimizer's step begins: until ``step_done`` the weights are no step's."""
+        self._optimizing = True
 
     def sync(self, step: int) -> None:
         """Return once the server serves weights at most ``max_staleness`` steps older than ``step``."""
@@ -183,10 +191,21 @@ class Session:
         self._publisher.raise_if_failed()
         self._capture(step, even_if_same=self._publisher.captured_step < step)
         self._publisher.flush(self._config.flush_timeout)
+        not_at_exit(self._leave)  # which would keep the model in memory
 
     def close(self) -> None:
         """End the publisher's thread."""
+        not_at_exit(self._leave)
         self._publisher.stop()
+
+    def _leave(self) -> None:
+        """At the interpreter's exit in the middle of training: publish the last whole step, if no version has it."""
+        if self._optimizing or self._publisher.captured_step >= self._last_step:
+            return
+        try:
+            self._capture(self._last_step)
+        except DeltaSyncError as error:
+            logger.error("delta-sync: step %d is not published: %s", self._last_step, error)
 
     def _capture(self, step: int, *, even_if_same: bool = True, optimizer: Interval | None = None) -> None:
         start = time.monotonic()

@@ -5,29 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 from torch import nn
 
 from delta_sync.dtypes import DType
 from trl_callback.layout import Cut, Region, Shape, cut, flattened, sources, whole
-from trl_callback.serving_image import ServingImage
+from trl_callback.serving_image import ServingImage, Source
 from trl_callback.shards import Held, held
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``region`` of one checkpoint tensor of ``shape``; ``bits``, flat, may share the model's memory."""
+    """Elements ``region`` of one checkpoint tensor of ``shape``, where and as the trainer holds them."""
 
-    name: str
-    dtype: DType
+    source: Source
     shape: Shape
     region: Region
-    bits: npt.NDArray[np.unsignedinteger]
+
+    @property
+    def name(self) -> str:
+        """The checkpoint tensor's."""
+        return self.source.name
+
+    @property
+    def dtype(self) -> DType:
+        """The element type that is served."""
+        return self.source.dtype
 
 
 class ShardImage(ServingImage):
-    """Walks this rank's shards, cast to what is served, never holding more than one cast shard.
+    """Walks this rank's shards, not cast yet.
 
     The pieces of all ``ranks`` together are the whole model, each element once; no rank needs another's.
     Raises MappingError, naming the tensor, for what can't be published exactly.
@@ -45,13 +51,11 @@ class ShardImage(ServingImage):
         for share in held(self._model, self._rank, self._ranks):
             if share.is_whole and not share.flat:
                 for name, part in self._checkpoint_tensors(share.name, share.local).items():
-                    whole_tensor = self._cast(name, part)
-                    yield Piece(name, whole_tensor.dtype, whole_tensor.shape, whole(whole_tensor.shape),
-                                whole_tensor.bits)  # fmt: skip
+                    source = self._source(name, part)
+                    yield Piece(source, source.shape, whole(source.shape))
                 continue
             for name, shape, where in self._cuts_of(share):
-                cast = self._cast(name, where.of(share.local))
-                yield Piece(name, cast.dtype, shape, where.region, cast.bits)
+                yield Piece(self._source(name, where.of(share.local)), shape, where.region)
 
     def _cuts_of(self, share: Held) -> list[tuple[str, Shape, Cut]]:
         if share.name not in self._cuts:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from delta_sync.delta import apply, diff, new_bits
+from delta_sync.delta import apply, new_bits
 from delta_sync.digest import digest_change, digest_region, tensor_key
 from delta_sync.dtypes import DType
 from delta_sync.errors import MappingError
@@ -50,7 +50,8 @@ class ShardSnapshot:
             key = (piece.name, piece.region)
             if key in self._held:
                 raise MappingError(f"tensor {piece.name!r}", expected="one source in the model", got="two")
-            self._held[key] = HeldPiece(piece.name, piece.dtype, piece.shape, piece.region, piece.bits.copy())
+            self._held[key] = HeldPiece(piece.name, piece.dtype, piece.shape, piece.region,
+                                        piece.source.cast().bits.copy())  # fmt: skip
 
     def __iter__(self) -> Iterator[HeldPiece]:
         """Every piece, always in the same order."""
@@ -68,7 +69,7 @@ class ShardSnapshot:
         for piece in image.pieces():
             held = self._same(piece)
             missing.discard((piece.name, piece.region))
-            delta = diff(piece.name, piece.dtype, (held.bits.size,), held.bits, piece.bits)
+            delta = piece.source.changes(held.bits, (held.bits.size,))
             if delta.changed:
                 changed[piece.name, piece.region] = delta
         if missing:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from delta_sync.anchor_files import Head, Tensor
-from delta_sync.delta import apply, diff, new_bits
+from delta_sync.delta import apply, new_bits
 from delta_sync.digest import digest, digest_change, model_fingerprint, state_digest, tensor_key
 from delta_sync.dtypes import DType
 from delta_sync.errors import MappingError
 from delta_sync.manifest import TensorState
 from delta_sync.tensor_delta import TensorDelta
 from trl_callback.past import Past
-from trl_callback.serving_image import ImageTensor, ServingImage, Source
+from trl_callback.serving_image import ServingImage, Source
 
-T = TypeVar("T", ImageTensor, Source)
 Found = Callable[[TensorDelta], None]
 
 
@@ -60,15 +58,15 @@ class Snapshot:
         ``found`` is told each tensor's delta as soon as there is one.
         """
         changed: dict[str, TensorDelta] = {}
-        for tensor, held in self._matched(image):
-            delta = diff(tensor.name, tensor.dtype, tensor.shape, held.bits, tensor.bits)
+        for source, held in self._matched(image.sources()):
+            delta = source.changes(held.bits, held.shape)
             if delta.changed:
-                changed[tensor.name] = delta
+                changed[source.name] = delta
                 if found is not None:
                     found(delta)
         return changed
 
-    def _matched(self, tensors: Iterable[T]) -> Iterator[tuple[T, _Held]]:
+    def _matched(self, tensors: Iterable[Source]) -> Iterator[tuple[Source, _Held]]:
         """Every tensor with what is held of it; MappingError unless they are the same ones."""
         missing = set(self._held)
         for tensor in tensors:
@@ -78,7 +76,7 @@ class Snapshot:
         if missing:
             raise MappingError(f"tensor {min(missing)!r}", expected="in the model, as in the last version", got="gone")
 
-    def _same(self, tensor: ImageTensor | Source) -> _Held:
+    def _same(self, tensor: Source) -> _Held:
         held = self._held.get(tensor.name)
         if held is None or held.dtype != tensor.dtype or held.shape != tensor.shape:
             expected = "no such tensor" if held is None else f"{held.dtype.name} {list(held.shape)}"

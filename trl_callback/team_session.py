@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -13,12 +12,13 @@ from delta_sync.delta_file import DEFAULT_CODEC
 from delta_sync.errors import MappingError
 from delta_sync.store.open import open_store
 from delta_sync.tensor_delta import TensorDelta
+from trl_callback.at_exit import at_exit, not_at_exit
 from trl_callback.config import CODECS, DeltaSyncConfig
 from trl_callback.crew import Crew
 from trl_callback.fleet_status import Statuses
 from trl_callback.follower import Follower
 from trl_callback.metrics import Metrics
-from trl_callback.publisher import STOP
+from trl_callback.publisher import LAST_CALL, STOP
 from trl_callback.rank_part import RankPart
 from trl_callback.session import (
     AskedServer,
@@ -63,7 +63,7 @@ class TeamSession:
         except BaseException:
             team.close()
             raise
-        atexit.register(self.close)
+        at_exit(self._leave)
 
     def _open(self, subject: Subject, config: DeltaSyncConfig, status: Statuses | None) -> None:
         """Every rank takes its snapshot, rank 0 sees that they make up one model and commits the origin."""
@@ -119,9 +119,17 @@ class TeamSession:
 
     def close(self) -> None:
         """End the background threads; what is not durable by now is left to the next run."""
-        atexit.unregister(self.close)
+        not_at_exit(self._leave)
         if self._rest(STOP):
             self._team.close()
+
+    def _leave(self) -> None:
+        """At a rank's exit in the middle of training: let rank 0 publish what was captured before."""
+        if self._follower is not None and not self._resting:
+            self._follower.leave(quiet=STOP, most=LAST_CALL)
+        elif self._lead is not None and not self._resting:
+            self._lead.leave()
+        self.close()
 
     def _rest(self, timeout: float) -> bool:
         """End the background threads, so that none is in a process group when the trainer destroys them all."""
@@ -206,6 +214,10 @@ class _Lead(Session):
     def submit(self, changes: TeamChanges) -> None:
         """Have the ranks' parts published."""
         self._publisher.submit(changes)
+
+    def leave(self) -> None:
+        """End the publisher's thread once what was captured is durable, within limits."""
+        self._publisher.leave()
 
     def stop(self, timeout: float) -> bool:
         """End the publisher's thread; whether it has ended."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import accelerate_on_cpu  # noqa: F401
 import grpo
+import no_vllm  # noqa: F401
 import tiny
 import torch
 from gathered import KeepEveryStep

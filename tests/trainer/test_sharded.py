@@ -75,6 +75,14 @@ def test_twenty_grpo_steps(tmp_path: Path, ranks: int, environment: dict[str, st
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3])
+def test_twenty_grpo_steps_over_zero3(tmp_path: Path, ranks: int) -> None:
+    pytest.importorskip("deepspeed")
+    settings = {"serving_dtype": "BF16"}
+    roll_out(tmp_path, ranks, environment=ZERO, steps=20, arguments=zero(3, bf16=False), settings=settings)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_fsdp2_publishes_shards_of_unequal_size(tmp_path: Path, ranks: int) -> None:
     """32 rows over 3 ranks are 11, 11 and 10; none of them ever sees another's. The anchor is the ranks' too."""
     uri = train(tmp_path, ranks, environment=LLAMA)
@@ -124,3 +132,19 @@ def test_the_memory_benchmark_publishes_equal_versions(strategy: str) -> None:
     said = json.loads(done.stdout.strip().splitlines()[-1])
     first, _ = said["rows"]
     assert (first["equal"], first["versions"]) == (20, 20)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+def test_the_grpo_benchmark_serves_what_gathering_gives(strategy: str) -> None:
+    """Its exit says so: of every version the plugin's live bits, by a hash that knows nothing of our digests."""
+    if strategy == "zero3":
+        pytest.importorskip("deepspeed")
+    script = Path(__file__).parents[2] / "benchmarks" / "sharded_grpo.py"
+    sizes = ["--ranks", "3", "--steps", "3", "--hidden", "64", "--layers", "2", "--vocab", "500"]
+    done = subprocess.run(
+        [sys.executable, str(script), "--strategy", strategy, *sizes],
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "with the bits that were gathered: 4 of 4" in done.stdout

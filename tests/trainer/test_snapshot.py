@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tiny
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -65,6 +66,19 @@ def test_a_snapshot_that_compares_on_the_device_finds_the_same() -> None:
     model.resize_token_embeddings(tiny.VOCAB + 8)
     with pytest.raises(MappingError, match=r"embed_tokens.*resize"):
         other.diff(image_of(model))
+
+
+def test_weights_that_machines_round_differently_are_cast_as_checkpoints_are() -> None:
+    """Beside numbers, of which float32 weights are compared without a copy: NaNs and denormal numbers."""
+    model = tiny.llama()
+    snapshot = Snapshot(image_of(model))
+    with torch.no_grad():
+        odd = model.model.layers[0].mlp.down_proj.weight.view(-1)
+        odd[:6] = torch.tensor([torch.nan, 1e-40, -1e-40, torch.inf, -0.0, 3.4028e38])
+    deltas = snapshot.diff(image_of(model))
+    assert list(deltas) == ["model.layers.0.mlp.down_proj.weight"]
+    snapshot.apply(deltas, snapshot.advanced(deltas))
+    assert bits(snapshot) == {t.name: t.bits.tobytes() for t in image_of(model)}
 
 
 def test_the_snapshot_owns_its_bits() -> None:

@@ -13,21 +13,9 @@ from stand_in_replica import StandInReplica
 
 HERE = Path(__file__).parent
 CHILD = """
-import importlib.util, sys
-real = importlib.util.find_spec
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name == "vllm" or name.startswith("vllm."):
-            raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
-
-def find_spec(name, package=None):
-    return None if name.partition(".")[0] == "vllm" else real(name, package)
-
-sys.meta_path.insert(0, Absent())
-importlib.util.find_spec = find_spec
+import sys
 sys.path.insert(0, sys.argv[1])
-import grpo, tiny
+import no_vllm, grpo, tiny
 from trl.import_utils import is_vllm_available
 assert not is_vllm_available()
 from trl_callback import DeltaSyncCallback

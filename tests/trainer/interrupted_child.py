@@ -1,0 +1,57 @@
+"""A trainer that ends before its time: argv is folder, uri, what ends it, the ``publish_every`` setting.
+
+Saves the cast weights of every step. What ends it, in step 4: "exception", "interrupt" (it waits for Ctrl-C), "torn"
+(an exception after the weights moved and before the step is over).
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import grpo
+import slow_put
+import tiny
+import torch
+from transformers import TrainerCallback
+
+from trl_callback import DeltaSyncCallback
+
+
+class EndsIn(TrainerCallback):
+    """Ends step 4 before its optimizer's step, or within it."""
+
+    def __init__(self, folder: Path, what: str) -> None:
+        self.folder, self.what = folder, what
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        torch.save(tiny.cast_state(model), self.folder / f"step-{state.global_step}.pt")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step < 3:
+            return
+        if self.what == "exception":
+            raise RuntimeError("a reward function failed")
+        if self.what == "interrupt":
+            print("in step 4", flush=True)
+            time.sleep(120)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.what == "torn" and state.global_step == 3:  # the weights have moved, the step is not over
+            raise RuntimeError("out of memory")
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would we
+    folder, uri, what, every = sys.argv[1:]
+    slow_put.install(0.5)
+    sync = DeltaSyncCallback(uri, publish_every=int(every))
+    ends = EndsIn(Path(folder), what)
+    grpo.plain_trainer(folder, model=tiny.llama(), callbacks=[sync, ends], steps=10, bf16=True).train()
+
+
+if __name__ == "__main__":
+    main()

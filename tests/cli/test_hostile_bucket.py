@@ -44,7 +44,7 @@ def test_numbers_that_are_no_times_keep_the_table_narrow(run, cli):
     raw_acknowledgement(run, "late", time=LARGEST, performance={"stage_seconds": LARGEST, "served_seconds": -LARGEST})
     code, out, _ = cli("ledger", run.uri)
     assert code == 0
-    assert max(map(len, out.splitlines())) < 140
+    assert max(map(len, out.splitlines()[1:])) < 140  # the first has the folder's name
     assert age(-LARGEST).endswith("d")
 
 

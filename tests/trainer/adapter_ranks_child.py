@@ -11,7 +11,7 @@ import peft
 import tiny
 import torch
 
-from delta_sync.errors import DeltaSyncError, StoreError
+from delta_sync.errors import StoreError
 from trl_callback import DeltaSyncCallback
 from trl_callback.ranks import is_main
 
@@ -33,17 +33,9 @@ def main() -> None:
             original(*args, **kwargs)
 
         sync.on_step_end = failing  # type: ignore[method-assign]
-    try:
-        trainer.train()
-    except DeltaSyncError as error:
-        print(f"rank {trainer.args.process_index} raised {type(error).__name__}: {error}", flush=True)
-    else:
-        print(f"rank {trainer.args.process_index} trained {trainer.state.global_step}", flush=True)
-        if is_main():
-            state = peft.get_peft_model_state_dict(model)
-            torch.save(
-                {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}, f"{said['folder']}/final.pt"
-            )
+    if grpo.train_and_say(trainer) and is_main():
+        state = peft.get_peft_model_state_dict(model)
+        torch.save({name: tensor.to(torch.bfloat16) for name, tensor in state.items()}, f"{said['folder']}/final.pt")
     sync.close()
 
 

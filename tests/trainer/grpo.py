@@ -85,3 +85,17 @@ def plain_trainer(folder: Any, *, model: Any, callbacks: list, steps: int = 3, *
         }
     )
     return Trainer(model=model, args=arguments, train_dataset=rows, callbacks=callbacks)
+
+
+def train_and_say(trainer: Any) -> bool:
+    """Train one rank of several and print how that ended, as the tests that started it read; whether it trained."""
+    from delta_sync.errors import DeltaSyncError
+
+    rank = trainer.args.process_index
+    try:
+        trainer.train()
+    except DeltaSyncError as error:
+        print(f"rank {rank} raised {type(error).__name__}: {error}", flush=True)
+        return False
+    print(f"rank {rank} trained {trainer.state.global_step}", flush=True)
+    return True

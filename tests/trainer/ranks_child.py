@@ -8,7 +8,7 @@ from typing import Any
 import grpo
 import tiny
 
-from delta_sync.errors import DeltaSyncError, StoreError
+from delta_sync.errors import StoreError
 from trl_callback import DeltaSyncCallback
 from trl_callback.ranks import is_main
 
@@ -25,16 +25,10 @@ def main() -> None:
             original(*args, **kwargs)
 
         sync.on_step_end = fail_once  # type: ignore[method-assign]
-    try:
-        trainer.train()
-    except DeltaSyncError as error:
-        print(f"rank {trainer.args.process_index} raised {type(error).__name__}: {error}", flush=True)
-    else:
-        print(f"rank {trainer.args.process_index} trained {trainer.state.global_step}", flush=True)
-        if is_main():
-            import torch
+    if grpo.train_and_say(trainer) and is_main():
+        import torch
 
-            torch.save(tiny.cast_state(trainer.model), f"{folder}/final.pt")
+        torch.save(tiny.cast_state(trainer.model), f"{folder}/final.pt")
     sync.close()
 
 

@@ -15,6 +15,8 @@ from delta_sync.errors import FormatError
 from delta_sync.limits import Limits
 from delta_sync.tensor_delta import Encoding
 
+Content = bytes | npt.NDArray[np.uint8]
+
 
 @dataclass(frozen=True)
 class Group:
@@ -52,14 +54,19 @@ class Codec(ABC):
         """The streams of one group."""
 
     @abstractmethod
-    def decode(
-        self, group: Group, streams: Mapping[str, memoryview], limits: Limits
-    ) -> tuple[npt.NDArray[np.int64], Bits]:
-        """Positions and values of one group.
+    def unpack(self, group: Group, streams: Mapping[str, memoryview], limits: Limits) -> dict[str, Content]:
+        """What one group's streams hold, entropy coding undone.
 
-        The streams may hold anything: FormatError unless they hold exactly the group, with positions that
-        increase strictly within each tensor and no ULP step of zero. Allocates a small multiple of the result;
-        no stream may hold more than ``limits.decoded_bytes``.
+        The streams may hold anything: FormatError unless each has a size that the group can have, which is checked
+        before anything is allocated; none may hold more than ``limits.decoded_bytes``.
+        """
+
+    @abstractmethod
+    def join(self, group: Group, contents: Mapping[str, Content]) -> tuple[npt.NDArray[np.int64], Bits]:
+        """Positions and values of one group, from what ``unpack`` gave.
+
+        FormatError unless that is exactly the group, with positions that increase strictly within each tensor and no
+        ULP step of zero. Allocates a small multiple of the result.
         """
 
 

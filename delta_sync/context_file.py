@@ -16,7 +16,7 @@ from delta_sync.context_decode import decode_group, read_table
 from delta_sync.context_encode import Coded, Source, encode_group
 from delta_sync.context_model import Tile, tiles
 from delta_sync.delta import flat
-from delta_sync.delta_file import decode_delta, encode_delta
+from delta_sync.delta_file import Unpacked, decode_delta, encode_delta, unpack_delta
 from delta_sync.delta_header import DeltaHeader, Entry, TableGroup, from_metadata, to_metadata
 from delta_sync.dtypes import DType
 from delta_sync.errors import FormatError, MappingError
@@ -124,10 +124,19 @@ def _plain_size(deltas: Sequence[TensorDelta], coded: Coded) -> int:
 Decoded = tuple[DeltaHeader, list[TensorDelta]]
 
 
+def needs_base(data: bytes, limits: Limits = DEFAULT_LIMITS) -> bool:
+    """Whether only ``decode_against`` can decode an object; FormatError."""
+    return from_metadata(read_container(data, limits)[0], limits)[0].codec == CONTEXT_CODEC
+
+
 def decode_if_alone(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Decoded | bytes:
     """An object decoded if that needs no base, else its bytes, for ``decode_against``; FormatError."""
-    header, _ = from_metadata(read_container(data, limits)[0], limits)
-    return data if header.codec == CONTEXT_CODEC else decode_delta(data, limits)
+    return data if needs_base(data, limits) else decode_delta(data, limits)
+
+
+def unpack_if_alone(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Unpacked | bytes:
+    """An object unpacked if it decodes without a base, else its bytes; FormatError."""
+    return data if needs_base(data, limits) else unpack_delta(data, limits)
 
 
 def decode_against(

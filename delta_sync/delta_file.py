@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from delta_sync.checks import check
-from delta_sync.codec import Codec, codec_named
+from delta_sync.codec import Codec, Content, Group, codec_named
 from delta_sync.container import read_container, write_container
 from delta_sync.delta_header import DeltaHeader, Entry, TableGroup, from_metadata, to_metadata
 from delta_sync.errors import FormatError
@@ -17,7 +18,7 @@ from delta_sync.gaps import slices
 from delta_sync.limits import DEFAULT_LIMITS, Limits
 from delta_sync.tensor_delta import TensorDelta
 
-__all__ = ["DEFAULT_CODEC", "DeltaHeader", "decode_delta", "encode_delta"]
+__all__ = ["DEFAULT_CODEC", "DeltaHeader", "Unpacked", "UnpackedGroup", "decode_delta", "encode_delta", "unpack_delta"]
 
 _GROUP_ELEMENTS = 2**24  # changed elements at which a writer starts another group: bounds what is coded at once
 
@@ -43,15 +44,57 @@ def encode_delta(header: DeltaHeader, deltas: Sequence[TensorDelta]) -> bytes:
 
 def decode_delta(data: bytes | memoryview, limits: Limits = DEFAULT_LIMITS) -> tuple[DeltaHeader, list[TensorDelta]]:
     """The header and deltas of one object; FormatError, and nothing else, if the bytes are not one."""
+    unpacked = unpack_delta(data, limits)
+    return unpacked.header, unpacked.deltas()
+
+
+@dataclass(frozen=True)
+class UnpackedGroup:
+    """Tensors coded together: what their streams hold, entropy coding undone, not yet positions and values."""
+
+    codec: Codec
+    coded: Group
+    entries: tuple[Entry, ...]
+    contents: Mapping[str, Content]
+
+    def deltas(self) -> Iterator[TensorDelta]:
+        """One delta a tensor; FormatError."""
+        positions, values = self.codec.join(self.coded, self.contents)
+        for entry, part in zip(self.entries, slices(self.coded.counts), strict=True):
+            yield TensorDelta(
+                entry.name, self.coded.dtype, entry.shape, self.coded.encoding, positions[part], values[part]
+            )
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """One delta object half way to its deltas; ``data`` are its bytes."""
+
+    data: bytes | memoryview
+    header: DeltaHeader
+    groups: Sequence[UnpackedGroup]
+
+    def deltas(self) -> list[TensorDelta]:
+        """All deltas; FormatError."""
+        deltas = [delta for group in self.groups for delta in group.deltas()]
+        _check_disjoint(deltas)
+        return deltas
+
+
+def unpack_delta(data: bytes | memoryview, limits: Limits = DEFAULT_LIMITS) -> Unpacked:
+    """One object with its frames undone, which is most of the work and none of the memory; FormatError."""
     metadata, streams = read_container(data, limits)
     header, table = from_metadata(metadata, limits)
     codec = codec_named(header.codec)
-    expected = [f"{i}.{name}" for i, group in enumerate(table) for name in codec.stream_names(group.coded(str(i)))]
+    coded = [group.coded(f"group {i}") for i, group in enumerate(table)]
+    expected = [f"{i}.{name}" for i, group in enumerate(table) for name in codec.stream_names(coded[i])]
     if list(streams) != expected:
         raise FormatError("delta object streams", expected=str(expected)[:200], got=str(list(streams))[:200])
-    deltas = [delta for i, group in enumerate(table) for delta in _decode_group(codec, i, group, streams, limits)]
-    _check_disjoint(deltas)
-    return header, deltas
+    groups = []
+    for i, group in enumerate(coded):
+        own = {name: streams[f"{i}.{name}"] for name in codec.stream_names(group)}
+        groups.append(UnpackedGroup(codec, group, table[i].entries, codec.unpack(group, own, limits)))
+    return Unpacked(data, header, groups)
 
 
 def _grouped(deltas: Sequence[TensorDelta]) -> Iterator[list[TensorDelta]]:
@@ -74,16 +117,6 @@ def _grouped(deltas: Sequence[TensorDelta]) -> Iterator[list[TensorDelta]]:
 def _table_group(deltas: Sequence[TensorDelta]) -> TableGroup:
     entries = tuple(Entry(delta.name, delta.shape, delta.changed) for delta in deltas)
     return TableGroup(deltas[0].encoding, deltas[0].dtype, entries)
-
-
-def _decode_group(
-    codec: Codec, index: int, group: TableGroup, streams: Mapping[str, memoryview], limits: Limits
-) -> Iterator[TensorDelta]:
-    coded = group.coded(f"group {index}")
-    own = {name: streams[f"{index}.{name}"] for name in codec.stream_names(coded)}
-    positions, values = codec.decode(coded, own, limits)
-    for entry, part in zip(group.entries, slices(coded.counts), strict=True):
-        yield TensorDelta(entry.name, group.dtype, entry.shape, group.encoding, positions[part], values[part])
 
 
 def _check_disjoint(deltas: Sequence[TensorDelta]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from delta_sync.bitmap import Bits
-from delta_sync.codec import Codec, Group, register
+from delta_sync.codec import Codec, Content, Group, register
 from delta_sync.errors import FormatError
 from delta_sync.frames import compress, content_size, decompress
 from delta_sync.gaps import decode_gaps, encode_gaps, longest
@@ -42,13 +42,16 @@ class GapCodec(Codec):
         names = self.stream_names(group)
         return {name: compress(content) for name, content in zip(names, contents, strict=True)}
 
-    def decode(
-        self, group: Group, streams: Mapping[str, memoryview], limits: Limits
-    ) -> tuple[npt.NDArray[np.int64], Bits]:
-        """Positions and values of one group; FormatError."""
-        for name in self.stream_names(group):  # all sizes are checked before anything is allocated
+    def unpack(self, group: Group, streams: Mapping[str, memoryview], limits: Limits) -> dict[str, Content]:
+        """See Codec."""
+        names = self.stream_names(group)
+        for name in names:
             _check_size(name, group, streams[name], limits)
-        gap, *coded = (decompress(streams[name], _what(group, name)) for name in self.stream_names(group))
+        return {name: decompress(streams[name], _what(group, name)) for name in names}
+
+    def join(self, group: Group, contents: Mapping[str, Content]) -> tuple[npt.NDArray[np.int64], Bits]:
+        """See Codec."""
+        gap, *coded = (contents[name] for name in self.stream_names(group))
         positions = decode_gaps(gap, group.counts, group.sizes, f"{group.label} gaps")
         if self._splits(group):
             low, extension, signs = coded

@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from delta_sync.bitmap import Bits
+from delta_sync.codec import Content
 from delta_sync.dtypes import DType
 from delta_sync.errors import FormatError
 from delta_sync.jit import compiled
@@ -64,21 +66,25 @@ def encode_steps(steps: Bits, dtype: DType) -> tuple[bytes, bytes, bytes]:
     return low.tobytes(), extension.tobytes(), signs.tobytes()
 
 
-def decode_steps(low: bytes | Any, extension: bytes, signs: bytes, dtype: DType, what: str) -> Bits:
+def decode_steps(low: Content, extension: Content, signs: Content, dtype: DType, what: str) -> Bits:
     """The inverse of ``encode_steps``; FormatError for extensions or signs that do not match the sizes."""
     sizes, packed = np.frombuffer(low, np.uint8), np.frombuffer(signs, np.uint8)
     more = np.frombuffer(extension, dtype.carrier)
-    escapes = int(np.count_nonzero(sizes == ESCAPE))
-    if escapes != more.size:
-        raise FormatError(what, expected=f"{escapes} step extensions", got=more.size)
-    if (more < ESCAPE).any() or (more >> (8 * dtype.itemsize - 1)).any():
-        expected = f"step extensions from {ESCAPE} up, of at most half the range"
-        raise FormatError(what, expected=expected, got=f"{int(more.min())} to {int(more.max())}")
-    if sizes.size % 8 and packed[-1] >> sizes.size % 8:
-        raise FormatError(what, expected="zeros after the last sign bit", got="ones")
+    check_extensions(int(np.count_nonzero(sizes == ESCAPE)), more, packed, sizes.size, what)
     steps: Bits = np.empty(sizes.size, dtype.carrier)
     _join(sizes, more, packed, steps)
     return steps
+
+
+def check_extensions(escapes: int, more: Bits, packed: npt.NDArray[np.uint8], count: int, what: str) -> None:
+    """FormatError unless ``escapes`` extensions are there, all of them needed, and no sign too many."""
+    if escapes != more.size:
+        raise FormatError(what, expected=f"{escapes} step extensions", got=more.size)
+    if (more < ESCAPE).any() or (more >> (8 * more.itemsize - 1)).any():
+        expected = f"step extensions from {ESCAPE} up, of at most half the range"
+        raise FormatError(what, expected=expected, got=f"{int(more.min())} to {int(more.max())}")
+    if count % 8 and packed[-1] >> count % 8:
+        raise FormatError(what, expected="zeros after the last sign bit", got="ones")
 
 
 def sign_bytes(count: int) -> int:

@@ -1,4 +1,7 @@
-"""What changed since the snapshot, found on the GPU in one read of both: cast, compare, compact; then bring together.
+"""What changed since the snapshot, found on the GPU in one read of both: cast, compare to a bit each; then compact.
+
+The comparison only streams: counting what differs, and looking at it again, is left to bits that are 1/48 of what was
+read. (Bringing changes together in the same pass took a scan of every block, and three times as long.)
 
 Import this module only where Triton is installed (it comes with every CUDA build of PyTorch).
 """
@@ -10,8 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-TILE = 16384  # elements of a program; at most 2**16, as places within one are kept in 16 bits
-ROOM = TILE // 8  # changes of a tile that are kept where they were found; a tile with more is read once more
+TILE = 16384  # elements of a program
+ROOM = TILE // 16  # changes of a tile, on average over a bucket, that are brought together at once
 # A row of the table of pieces, int64: the live elements' address, the snapshot's, how many elements, the first tile,
 # the first element's position in its tensor.
 PIECE = 5
@@ -25,7 +28,7 @@ def _load(address, at, inside, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
     """Elements ``at`` of WIDTH bits as int32, sign-extended; without ``inside`` all of them, in wide loads."""
     pointers = address.to(tl.pointer_type(tl.int16 if WIDTH == 16 else tl.int32)) + at
     if ALIGNED:
-        pointers = tl.multiple_of(pointers, [16])
+        pointers = tl.multiple_of(pointers, [1, 16])
     bits = tl.load(pointers) if inside is None else tl.load(pointers, mask=inside, other=0)
     return bits.to(tl.int32)
 
@@ -50,51 +53,48 @@ def _ordinal(bits, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _compared(
-    live, held, begin, size, CAST: tl.constexpr, NAN: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Which elements from ``begin`` on differ (int32 ``[BLOCK]``, 0 or 1), and by what step (its low WIDTH bits)."""
-    at = begin + tl.arange(0, BLOCK)
-    if begin + BLOCK <= size:
-        new, old = _served(live, at, None, CAST, NAN, ALIGNED), _load(held, at, None, WIDTH, ALIGNED)
-    else:  # outside both are 0, the same
-        new, old = _served(live, at, at < size, CAST, NAN, ALIGNED), _load(held, at, at < size, WIDTH, ALIGNED)
-    return (new != old).to(tl.int32), _ordinal(new, WIDTH) - _ordinal(old, WIDTH)
+def _ones(byte):
+    """How many of the 8 bits are set, int32."""
+    pairs = byte - ((byte >> 1) & 0x55)
+    fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
+    return (fours + (fours >> 4)) & 0x0F
 
 
 @triton.jit
 def compare(
-    pieces, piece_of, kept_places, kept_steps, counts, CAST: tl.constexpr, NAN: tl.constexpr, WIDTH: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
+    pieces, piece_of, differing, counts, CAST: tl.constexpr, NAN: tl.constexpr, WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program compares one tile: how many elements changed, and the first ROOM of them (place in the tile, step).
+    """One program compares one tile: a bit for each element that changed, and how many there are.
 
-    ``pieces``: int64 ``[n, 5]``, see PIECE. ``piece_of``: int32, each tile's piece. ``kept_places`` (int16, unsigned)
-    and ``kept_steps`` (signed, of WIDTH bits) are ``[tiles, ROOM]``, ``counts`` int32 ``[tiles]``.
+    ``pieces``: int64 ``[n, 5]``, see PIECE. ``piece_of``: int32, each tile's piece. ``differing`` (int8) is
+    ``[tiles, TILE / 8]``, the lowest bit for the first of eight elements; ``counts`` is int32 ``[tiles]``.
     """
     tile = tl.program_id(0)
     row = pieces + tl.load(piece_of + tile).to(tl.int64) * 5
     live, held, size = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     begin = (tile - tl.load(row + 3)) * TILE
-    slot = tile.to(tl.int64) * ROOM
-    used = 0
+    BYTES: tl.constexpr = BLOCK // 8
+    byte, bit = tl.arange(0, BYTES), tl.arange(0, 8)[None, :]
+    eights = byte[:, None] * 8 + bit
+    out = differing + tile.to(tl.int64) * (TILE // 8) + byte
+    changed = tl.zeros((BYTES,), tl.int32)
     for start in range(0, TILE, BLOCK):
-        differs, step = _compared(live, held, begin + start, size, CAST, NAN, WIDTH, ALIGNED, BLOCK)
-        place = start + tl.arange(0, BLOCK)
-        to = used + tl.cumsum(differs, 0) - differs
-        mask = (differs != 0) & (to < ROOM)
-        tl.store(kept_places + slot + to, place.to(tl.int16), mask=mask)
-        tl.store(kept_steps + slot + to, step.to(kept_steps.dtype.element_ty), mask=mask)
-        used += tl.sum(differs)
-    tl.store(counts + tile, used)
+        at = begin + start + eights
+        if begin + start + BLOCK <= size:
+            new, old = _served(live, at, None, CAST, NAN, ALIGNED), _load(held, at, None, WIDTH, ALIGNED)
+        else:  # outside both are 0, the same
+            new, old = _served(live, at, at < size, CAST, NAN, ALIGNED), _load(held, at, at < size, WIDTH, ALIGNED)
+        bits = tl.sum((new != old).to(tl.int32) << bit, axis=1)
+        tl.store(out + start // 8, bits.to(tl.int8))
+        changed += _ones(bits)
+    tl.store(counts + tile, tl.sum(changed))
 
 
 @triton.jit(do_not_specialize=["first", "room"])
 def gather(
-    pieces, piece_of, kept_places, kept_steps, counts, ends, first, room, positions, steps,
-    CAST: tl.constexpr, NAN: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    ROOM: tl.constexpr, BLOCK: tl.constexpr,
+    pieces, piece_of, differing, counts, ends, first, room, positions, steps,
+    CAST: tl.constexpr, NAN: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Changes ``[first, first + room)`` of all tiles together, in order: positions in their tensors, and steps.
 
@@ -103,25 +103,21 @@ def gather(
     tile = tl.program_id(0)
     count = tl.load(counts + tile)
     base = tl.load(ends + tile) - count - first
-    wanted = (base < room) & (base + count > 0)
-    row = pieces + tl.load(piece_of + tile).to(tl.int64) * 5
-    begin = (tile - tl.load(row + 3)) * TILE
-    at = tl.load(row + 4) + begin
-    if wanted & (count <= ROOM):
-        slot = tile.to(tl.int64) * ROOM
-        for start in range(0, count, BLOCK):
-            index = start + tl.arange(0, BLOCK)
-            to = base + index
-            mask = (index < count) & (to >= 0) & (to < room)
-            place = tl.load(kept_places + slot + index, mask=mask, other=0).to(tl.int64) & 0xFFFF
-            tl.store(positions + to, at + place, mask=mask)
-            tl.store(steps + to, tl.load(kept_steps + slot + index, mask=mask, other=0), mask=mask)
-    if wanted & (count > ROOM):
-        live, held, size = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-        for start in range(0, TILE, BLOCK):
-            differs, step = _compared(live, held, begin + start, size, CAST, NAN, WIDTH, ALIGNED, BLOCK)
-            to = base + tl.cumsum(differs, 0) - differs
-            mask = (differs != 0) & (to >= 0) & (to < room)
-            tl.store(positions + to, at + start + tl.arange(0, BLOCK), mask=mask)
+    if (base < room) & (base + count > 0) & (count > 0):
+        row = pieces + tl.load(piece_of + tile).to(tl.int64) * 5
+        live, held = tl.load(row), tl.load(row + 1)
+        begin = (tile - tl.load(row + 3)) * TILE
+        where = tl.load(row + 4) + begin
+        byte = tl.arange(0, TILE // 8)
+        left = tl.load(differing + tile.to(tl.int64) * (TILE // 8) + byte).to(tl.int32) & 0xFF
+        ones = _ones(left)
+        to = base + tl.cumsum(ones, 0) - ones
+        for _ in range(0, tl.max(ones)):
+            place = byte * 8 + _ones((left & -left) - 1)
+            mask = (left != 0) & (to >= 0) & (to < room)
+            new = _served(live, begin + place, mask, CAST, NAN, False)
+            step = _ordinal(new, WIDTH) - _ordinal(_load(held, begin + place, mask, WIDTH, False), WIDTH)
+            tl.store(positions + to, where + place, mask=mask)
             tl.store(steps + to, step.to(steps.dtype.element_ty), mask=mask)
-            base += tl.sum(differs)
+            left &= left - 1
+            to += 1

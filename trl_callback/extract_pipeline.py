@@ -56,9 +56,9 @@ class Kind:
 
     def tiles(self, room: int) -> int:
         """How many tiles a bucket of ``room`` bytes on the device has, at least one."""
-        kept, out = ROOM * (2 + self.width), ROOM * (8 + self.width)
+        found, out = TILE // 8, ROOM * (8 + self.width)
         whole = TILE * self.width * (self.streamed + self.converted)
-        return max(1, room // (kept + out + whole))
+        return max(1, room // (found + out + whole))
 
 
 @dataclass
@@ -105,8 +105,7 @@ class Launched:
 
     bucket: Bucket
     tables: tuple[torch.Tensor, torch.Tensor]
-    aligned: bool
-    kept: tuple[torch.Tensor, torch.Tensor]
+    differing: torch.Tensor
     counts: torch.Tensor
     ends: torch.Tensor
     out: tuple[torch.Tensor, torch.Tensor]
@@ -144,7 +143,8 @@ class _Capture:
         leaving: Launched | None = None
         for number, bucket in enumerate(self._buckets(pairs)):
             if leaving is not None and leaving.copied is not None:
-                leaving.copied.wait()  # its memory is free again
+                leaving.copied.wait()
+            leaving = None  # its memory is free again
             launched = self._launch(bucket, number)
             if previous is not None:
                 self._collect(previous)
@@ -174,25 +174,24 @@ class _Capture:
         table, piece_of, aligned = bucket.table(held)
         room = bucket.tiles * ROOM
         launched = Launched(
-            bucket, (self._upload(table.reshape(-1)), self._upload(piece_of)), aligned,
-            (self._empty(room, torch.int16), self._empty(room, signed)),
+            bucket, (self._upload(table.reshape(-1)), self._upload(piece_of)),
+            self._empty(bucket.tiles * TILE // 8, torch.int8),
             self._empty(bucket.tiles, torch.int32), self._empty(bucket.tiles, torch.int64),
             (self._empty(room, torch.int64), self._empty(room, signed)),
             torch.empty(bucket.tiles, dtype=torch.int32, pin_memory=self._device.type != "cpu"), self._began,
         )  # fmt: skip
-        compare[(bucket.tiles,)](*launched.tables, *launched.kept, launched.counts, **self._how(launched))
+        compare[(bucket.tiles,)](
+            *launched.tables, launched.differing, launched.counts, ALIGNED=aligned, BLOCK=BLOCK, **self._how(kind)
+        )
         torch.cumsum(launched.counts, 0, dtype=torch.int64, out=launched.ends)
         self._gather(launched, 0)
         launched.host_counts.copy_(launched.counts, non_blocking=True)
         launched.done = self._main.mark()
         return launched
 
-    def _how(self, launched: Launched) -> dict[str, int | bool]:
-        kind = launched.bucket.kind
-        return {
-            "CAST": kind.cast, "NAN": self._nan_bits(kind), "WIDTH": 8 * kind.width, "ALIGNED": launched.aligned,
-            "TILE": TILE, "ROOM": ROOM, "BLOCK": BLOCK, "num_warps": WARPS,
-        }  # fmt: skip
+    def _how(self, kind: Kind) -> dict[str, int]:
+        nan = self._nan_bits(kind)
+        return {"CAST": kind.cast, "NAN": nan, "WIDTH": 8 * kind.width, "TILE": TILE, "num_warps": WARPS}
 
     def _nan_bits(self, kind: Kind) -> int:
         """The bits that PyTorch makes of a float32 NaN on this device."""
@@ -204,8 +203,8 @@ class _Capture:
     def _gather(self, launched: Launched, first: int) -> None:
         room = launched.out[0].numel()
         gather[(launched.bucket.tiles,)](
-            *launched.tables, *launched.kept, launched.counts, launched.ends, first, room, *launched.out,
-            **self._how(launched),
+            *launched.tables, launched.differing, launched.counts, launched.ends, first, room, *launched.out,
+            **self._how(launched.bucket.kind),
         )  # fmt: skip
 
     def _bring(self, bucket: Bucket, number: int) -> list[int]:

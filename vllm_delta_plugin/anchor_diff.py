@@ -11,14 +11,12 @@ import torch
 
 from delta_sync.anchor_files import iter_anchor_tensors
 from delta_sync.delta import apply
-from delta_sync.dtypes import DType
 from delta_sync.errors import ChainError, IntegrityError
-from delta_sync.tensor_delta import TensorDelta
 from vllm_delta_plugin.background import Job
 from vllm_delta_plugin.chain import Folded
 from vllm_delta_plugin.coverage import WeightMap
 from vllm_delta_plugin.regions import gather_source, locate, split
-from vllm_delta_plugin.staged import StageBuilder, check_delta
+from vllm_delta_plugin.staged import StageBuilder, check_tensor
 
 if TYPE_CHECKING:
     from delta_sync.ledger import Ledger
@@ -68,7 +66,7 @@ def target_tensors(
     missing = set(weights.tensors)
     for name, dtype, shape, bits in iter_anchor_tensors(ledger, plan.anchor, wanted=missing):
         job.check()
-        _check_tensor(weights, name, dtype, tuple(shape), bits)
+        check_tensor(weights, name, dtype, tuple(shape), only_rank=True)
         missing.discard(name)
         flat = np.array(bits, copy=bool(folded.get(name)) or None).reshape(-1)
         for delta in folded.get(name, ()):
@@ -81,8 +79,3 @@ def target_tensors(
             got=f"no {sorted(missing)[0]!r}",
             remedy="publish a complete anchor",
         )
-
-
-def _check_tensor(weights: WeightMap, name: str, dtype: DType, shape: tuple[int, ...], bits: Array) -> None:
-    empty = np.empty(0, np.int64)
-    check_delta(weights, TensorDelta(name, dtype, shape, "raw", empty, bits.reshape(-1)[:0]), only_rank=True)

@@ -36,13 +36,13 @@ class BaseBits:
         self,
         start: Start,
         folded: Mapping[str, Sequence[TensorDelta]],
-        check: Callable[[TensorDelta], None],
+        check: Callable[[str, DType, tuple[int, ...]], None],
     ) -> None:
         self._start, self._folded, self._check = start, folded, check
 
     def __call__(self, name: str, dtype: DType, shape: tuple[int, ...]) -> Array | PartOf:
         """See the class; raises what ``check`` and ``start`` raise."""
-        self._check(TensorDelta(name, dtype, shape, "ulp", np.empty(0, np.int64), np.empty(0, dtype.carrier)))
+        self._check(name, dtype, shape)
         base = self._start(name, dtype, shape)
         for delta in self._folded.get(name, ()):
             apply(delta, base.bits if isinstance(base, PartOf) else base)

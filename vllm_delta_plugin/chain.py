@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from delta_sync.context_file import decode_against, decode_if_alone
+from delta_sync.context_file import Decoded, decode_against, decode_if_alone
 from delta_sync.delta import fold
+from delta_sync.delta_file import Unpacked, decode_delta
+from delta_sync.dtypes import DType
 from delta_sync.errors import ChainError, FormatError, MappingError
 from delta_sync.fetch import fetch
 from delta_sync.tensor_delta import TensorDelta
@@ -23,31 +25,48 @@ if TYPE_CHECKING:
 Folded = dict[str, list[TensorDelta]]
 
 
+class Early(Protocol):
+    """What stages objects one by one while the next are fetched, as long as each has tensors of its own."""
+
+    def read(self, data: bytes) -> Unpacked | Decoded | bytes:
+        """What the thread that fetched an object makes of it; bytes, if that needs a base."""
+
+    def add_unpacked(self, object_: Unpacked) -> bool:
+        """Stage an object that is not decoded; False if it must be."""
+
+    def add(self, part: Folded) -> bool:
+        """Stage an object's deltas; False if all objects must be folded."""
+
+
 def fold_chain(
     ledger: Ledger,
     steps: Sequence[Step],
-    check: Callable[[TensorDelta], None],
+    check: Callable[[str, DType, tuple[int, ...]], None],
     limit: int,
     reading: Callable[[str | None], None],
     start: Start,
-    decoded: Callable[[Folded, Folded], None] = lambda part, before: None,
+    early: Early | None = None,
 ) -> Folded:
     """Read, verify, decode and fold every object of ``steps`` in order, fetching and decoding ahead.
 
-    ``check`` judges each tensor's delta; ``reading`` is told which object is being worked on; ``start`` gives a copy of
-    a tensor's bits before the chain, for objects that decode only against them; ``decoded`` is told each object's
-    deltas and what the objects before it came to. Holds one decoded object, the folded result, what ``fetch`` holds,
-    and while a context-coded object is decoded the tensors it changes; StageTooLargeError if the result exceeds
-    ``limit`` bytes.
+    ``check`` judges each tensor; ``reading`` is told which object is being worked on; ``start`` gives a copy of a
+    tensor's bits before the chain, for objects that decode only against them. As long as ``early`` stages objects by
+    themselves nothing is folded, and if it could stage all of them the result is empty. Holds one decoded object, the
+    folded result, what ``fetch`` holds, and while a context-coded object is decoded the tensors it changes;
+    StageTooLargeError if the result exceeds ``limit`` bytes.
     """
     folded: Folded = {}
-    arriving = fetch(ledger, [ref for step in steps for ref in step.objects], decode_if_alone)
+    staged: list[bytes | memoryview | Folded] = []  # early; to be folded after all, should a later one need that
+    read = early.read if early is not None else decode_if_alone
+    arriving = fetch(ledger, [ref for step in steps for ref in step.objects], read)
     for step in steps:
         base = BaseBits(start, dict(folded), check)  # a version's objects all change the bits of the version before
         for ref in step.objects:
             reading(ref.key)
             object_ = next(arriving)
-            header, deltas = decode_against(object_, base) if isinstance(object_, bytes) else object_
+            if isinstance(object_, bytes):
+                object_ = decode_against(object_, base)
+            header = object_.header if isinstance(object_, Unpacked) else object_[0]
             named = (header.run, header.version, header.base_version)
             if named != (step.run, step.version, step.base_version):
                 raise FormatError(
@@ -55,16 +74,39 @@ def fold_chain(
                     expected=f"run {step.run}, version {step.version} on {step.base_version}",
                     got=f"run {header.run}, version {header.version} on {header.base_version}",
                 )
-            part: Folded = {}
-            for delta in deltas:
-                check(delta)
-                _add(part, [delta])
-            decoded(part, folded)
-            for more in part.values():
-                _add(folded, more)
+            for name, dtype, shape in _tensors(object_):
+                check(name, dtype, shape)
+            if isinstance(object_, Unpacked):
+                if early is not None and early.add_unpacked(object_):
+                    staged.append(object_.data)
+                    continue
+                object_ = header, object_.deltas()
+            part = _part(object_[1])
+            staged.append(part)
+            if early is not None and early.add(part):
+                continue
+            for each in staged:
+                for more in (each if isinstance(each, dict) else _part(decode_delta(each)[1])).values():
+                    _add(folded, more)
+            staged.clear()
             _check_size(folded, limit)
     reading(None)
     return folded
+
+
+def _tensors(object_: Unpacked | Decoded) -> list[tuple[str, DType, tuple[int, ...]]]:
+    """What an object says of the tensors it changes."""
+    if isinstance(object_, Unpacked):
+        return [(e.name, group.coded.dtype, e.shape) for group in object_.groups for e in group.entries]
+    return [(delta.name, delta.dtype, delta.shape) for delta in object_[1]]
+
+
+def _part(deltas: Sequence[TensorDelta]) -> Folded:
+    """One object's deltas by tensor."""
+    part: Folded = {}
+    for delta in deltas:
+        _add(part, [delta])
+    return part
 
 
 def _add(folded: Folded, more: Sequence[TensorDelta]) -> None:

@@ -8,8 +8,11 @@ from typing import Any, Protocol
 
 import torch
 
+from delta_sync.context_file import Decoded, decode_if_alone
+from delta_sync.delta_file import Unpacked
 from delta_sync.jit import compiled
 from vllm_delta_plugin.coverage import WeightMap
+from vllm_delta_plugin.gpu_decode import unpack_near
 from vllm_delta_plugin.live_storage import HAS_TRITON, LiveStorage
 from vllm_delta_plugin.staged import StageBuilder, Update
 
@@ -31,6 +34,9 @@ class Device(Protocol):
 
     def builder(self, weights: WeightMap, limit: int) -> StageBuilder:
         """What collects a version's changes; ``limit`` is in bytes of staged data."""
+
+    def read(self, data: bytes) -> Unpacked | Decoded | bytes:
+        """What a fetching thread makes of an object's bytes, as far as that needs no base."""
 
     def prepare(self, builder: StageBuilder) -> Swap:
         """Bring staged bits next to the live ones; called from the background thread."""
@@ -80,6 +86,10 @@ class Host:
         """See Device."""
         return StageBuilder(weights, limit)
 
+    def read(self, data: bytes) -> Unpacked | Decoded | bytes:
+        """See Device."""
+        return decode_if_alone(data)
+
     def prepare(self, builder: StageBuilder) -> Swap:
         """See Device."""
         return HostSwap(builder.updates())
@@ -113,6 +123,10 @@ class Cuda:
         from vllm_delta_plugin.gpu_stage import GpuStageBuilder
 
         return GpuStageBuilder(weights, limit)
+
+    def read(self, data: bytes) -> Unpacked | Decoded | bytes:
+        """See Device."""
+        return unpack_near(data, self._device) if HAS_TRITON else decode_if_alone(data)
 
     def prepare(self, builder: StageBuilder) -> Swap:
         """See Device."""

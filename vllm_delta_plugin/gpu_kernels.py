@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from vllm_delta_plugin.regions import Region
 
 BLOCK = 256  # two elements a thread: the swap of an 8B model took 4.0 ms, 4.5 with eight (H200)
-# A row of the stage kernel's table, int64 [16]: the storage's address, the tensor's digest key, 1 if bits are given
-# instead of steps, the region's first position and first live element, four source strides, four live strides.
-PIECE = 16
+# A row of the stage kernels' table, int64 [24]: the storage's address, the tensor's digest key, 1 if bits are given
+# instead of steps, the region's first position and first live element, four source strides, four live strides, four
+# sizes (13 to 16); for coded changes (17 to 20) also which change of the group is the tensor's first, and the one
+# after its last, where in the output the piece begins, and the number of its first program.
+PIECE = 24
+CODED_BLOCK = 1024
 _DIGEST_BLOCK, _ROUNDS = 1024, 16  # one program of the digest sums up so many blocks before its atomic addition
 MAX_DIMS = 4  # of a region that these kernels take
 
@@ -46,6 +49,67 @@ def _factor(position, key):
 
 
 @triton.jit
+def _live(piece, rest):
+    """The live elements of a piece's region that lie ``rest`` positions after its first, and which are in it."""
+    element = tl.load(piece + 4)
+    inside = rest >= 0
+    for dim in tl.static_range(4):
+        stride = tl.load(piece + 5 + dim)
+        index = rest // stride
+        rest -= index * stride
+        element += index * tl.load(piece + 9 + dim)
+        inside &= index < tl.load(piece + 13 + dim)
+    return element, inside & (rest == 0)
+
+
+@triton.jit
+def _stepped(old, step, WIDTH: tl.constexpr):
+    """The bits that lie ``step`` ULPs from ``old``; int64 of which the low WIDTH bits are set or zero."""
+    ALL: tl.constexpr = (1 << WIDTH) - 1
+    SIGN: tl.constexpr = 1 << (WIDTH - 1)
+    moved = (tl.where((old & SIGN) != 0, old ^ ALL, old ^ SIGN) + step) & ALL
+    return tl.where((moved & SIGN) != 0, moved ^ SIGN, moved ^ ALL)
+
+
+@triton.jit
+def stage_coded(
+    running, sizes, signs, ranks, extensions, addresses, staged, piece_of, pieces, sums, counts,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same for changes as ``gpu_decode.Changes`` has them; outside the region the address is 0.
+
+    ``piece_of`` (int32 ``[grid]``): each program's piece. All of a tensor's changes are looked at for each region.
+    """
+    program = tl.program_id(0)
+    number = tl.load(piece_of + program).to(tl.int64)
+    piece = pieces + number * 24  # PIECE
+    begin, end = tl.load(piece + 17), tl.load(piece + 18)
+    at = begin + (program - tl.load(piece + 20)) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < end
+    ALL: tl.constexpr = (1 << WIDTH) - 1
+
+    before = tl.load(running + begin - 1, mask=begin > 0, other=0)
+    position = tl.load(running + at, mask=mask, other=0) - before - 1
+    element, inside = _live(piece, position - tl.load(piece + 3))
+    inside &= mask
+    address = tl.where(inside, tl.load(piece) + element * (WIDTH // 8), 0)
+    old = tl.load(address.to(staged.dtype), mask=inside, other=0).to(tl.int64) & ALL
+    size = tl.load(sizes + at, mask=inside, other=0).to(tl.int64)
+    long = inside & (size == 255)
+    rank = tl.load(ranks + at, mask=long, other=1)
+    size = tl.where(long, tl.load(extensions + rank - 1, mask=long, other=0).to(tl.int64), size)
+    negative = (tl.load(signs + at // 8, mask=inside, other=0).to(tl.int64) >> (at % 8)) & 1
+    new = _stepped(old, tl.where(negative != 0, ~size, size + 1), WIDTH)
+    out = tl.load(piece + 19) + at - begin
+    tl.store(addresses + out, address, mask=mask)
+    tl.store(staged + out, new.to(staged.dtype.element_ty), mask=mask)
+
+    change = _factor(position, tl.load(piece + 1).to(tl.uint64)) * (new - old).to(tl.uint64)
+    tl.atomic_add(sums + number, tl.sum(tl.where(inside, change.to(tl.int64), 0)))
+    tl.atomic_add(counts + number, tl.sum((inside & (new != old)).to(tl.int32)))
+
+
+@triton.jit
 def stage(relative, addresses, staged, programs, pieces, sums, counts, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Turn positions into addresses, and steps in place into absolute bits, and sum up what would change.
 
@@ -55,24 +119,18 @@ def stage(relative, addresses, staged, programs, pieces, sums, counts, WIDTH: tl
     """
     row = programs + tl.program_id(0) * 3
     first, stop, number = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-    piece = pieces + number * 16  # PIECE
+    piece = pieces + number * 24  # PIECE
     at = first + tl.arange(0, BLOCK)
     mask = at < stop
     ALL: tl.constexpr = (1 << WIDTH) - 1
-    SIGN: tl.constexpr = 1 << (WIDTH - 1)
 
     rest = tl.load(relative + at, mask=mask, other=0).to(tl.int64) & 0xFFFFFFFF
     position = rest + tl.load(piece + 3)
-    element = tl.load(piece + 4)
-    for dim in tl.static_range(4):
-        index = rest // tl.load(piece + 5 + dim)
-        rest -= index * tl.load(piece + 5 + dim)
-        element += index * tl.load(piece + 9 + dim)
+    element, _ = _live(piece, rest)
     address = tl.load(piece) + element * (WIDTH // 8)
     old = tl.load(address.to(staged.dtype), mask=mask, other=0).to(tl.int64) & ALL
     given = tl.load(staged + at, mask=mask, other=0).to(tl.int64) & ALL
-    moved = (tl.where((old & SIGN) != 0, old ^ ALL, old ^ SIGN) + given) & ALL
-    new = tl.where(tl.load(piece + 2) != 0, given, tl.where((moved & SIGN) != 0, moved ^ SIGN, moved ^ ALL))
+    new = tl.where(tl.load(piece + 2) != 0, given, _stepped(old, given, WIDTH))
     tl.store(addresses + at, address, mask=mask)
     tl.store(staged + at, new.to(staged.dtype.element_ty), mask=mask)
 

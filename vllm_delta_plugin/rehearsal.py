@@ -10,10 +10,9 @@ import torch
 
 from delta_sync.bitmap import Bits
 from delta_sync.delta import diff, fold
-from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, decode_delta, encode_delta
+from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, Unpacked, decode_delta, encode_delta
 from delta_sync.dtypes import DType
 from delta_sync.errors import IntegrityError
-from delta_sync.tensor_delta import TensorDelta
 from vllm_delta_plugin.commit import Device
 from vllm_delta_plugin.coverage import TensorInfo, WeightMap
 from vllm_delta_plugin.live_storage import LiveStorage
@@ -29,11 +28,16 @@ def rehearse(like: LiveStorage, device: Device) -> None:
     middle, new = old.copy(), old.copy()
     middle[::3], new[::2] = 1, 2
     steps = [_coded(like.dtype, old, middle), _coded(like.dtype, middle, new)]
-    builder = device.builder(weights, limit=2**20)
     with device.reading():
-        builder.add_deltas({"rehearsal": fold(steps)})
-    swap = device.prepare(builder)
-    for expected in (new, old):
+        folded, alone = (device.builder(weights, limit=2**20) for _ in range(2))
+        folded.add_deltas({"rehearsal": fold([decode_delta(step)[1][0] for step in steps])})
+        object_ = device.read(_coded(like.dtype, old, new))
+        if isinstance(object_, Unpacked):
+            alone.add_unpacked(object_)
+        else:
+            alone = folded
+    swaps = [device.prepare(builder) for builder in (folded, alone)]
+    for swap, expected in zip([swaps[0], swaps[0], swaps[1], swaps[1]], [new, old, new, old], strict=True):
         swap.swap(lambda: None)
         if not np.array_equal(weights.storages[0].read(np.arange(_SIZE)), expected):
             what = f"a swap of {like.dtype.name} in scratch memory on {like.bits.device}"
@@ -46,8 +50,6 @@ def _scratch(like: LiveStorage) -> WeightMap:
     return WeightMap([storage], {"rehearsal": TensorInfo(like.dtype, (_SIZE,))}, {"rehearsal": [region]})
 
 
-def _coded(dtype: DType, old: Bits, new: Bits) -> TensorDelta:
+def _coded(dtype: DType, old: Bits, new: Bits) -> bytes:
     delta = diff("rehearsal", dtype, (_SIZE,), old, new)
-    header = DeltaHeader("rehearsal", 2, 1, DEFAULT_CODEC, {})
-    [decoded] = decode_delta(encode_delta(header, [delta]))[1]
-    return decoded
+    return encode_delta(DeltaHeader("rehearsal", 2, 1, DEFAULT_CODEC, {}), [delta])

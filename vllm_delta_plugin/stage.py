@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from delta_sync.tensor_delta import TensorDelta
+from delta_sync.delta_file import Unpacked
 from vllm_delta_plugin.adapter_slot import AdapterSlot, AdapterSwap, no_lora
 from vllm_delta_plugin.anchor_diff import stage_anchor
 from vllm_delta_plugin.background import Job
 from vllm_delta_plugin.base_bits import AnchorBits, Start, live_bits
-from vllm_delta_plugin.chain import Folded, drop_aliases, fold_chain, undone
+from vllm_delta_plugin.chain import Early, Folded, drop_aliases, fold_chain, undone
 from vllm_delta_plugin.commit import Device, Swap
 from vllm_delta_plugin.coverage import WeightMap
-from vllm_delta_plugin.staged import check_delta
+from vllm_delta_plugin.staged import check_tensor
 
 if TYPE_CHECKING:
     from delta_sync.ledger import Ledger
@@ -54,7 +54,7 @@ def stage(job: Job[Staged], rank: Rank, ledger: Ledger, plan: Plan) -> Staged:
     limit = rank.stage_bytes
     early = _Early(rank, limit, wanted=plan.start in ("position", "live") and len(plan.deltas) == 1)
     with rank.device.reading():
-        folded = fold_plan(job, rank, ledger, plan, limit, early.add)
+        folded = fold_plan(job, rank, ledger, plan, limit, early if early.complete else None)
         builder = early.builder
         if not early.complete:
             builder = early.builder = rank.device.builder(rank.weights, limit)
@@ -79,22 +79,35 @@ def _with_adapter(rank: Rank, ledger: Ledger, plan: Plan) -> Callable[[Swap], Sw
 
 
 class _Early:
-    """Stages one version's objects one by one, while the next are fetched, as long as each has tensors of its own.
+    """Stages one version's objects one by one; see chain.Early.
 
     Not where tensors share memory under two names: their changes must be compared first.
     """
 
     def __init__(self, rank: Rank, limit: int, *, wanted: bool) -> None:
         self.builder = rank.device.builder(rank.weights, limit)
-        self._aliases = rank.weights.aliases
+        self.read = rank.device.read
         self.complete = wanted
+        self._not_now = set(rank.weights.aliases)  # names, and those staged already
 
-    def add(self, part: Folded, before: Folded) -> None:
-        """Stage the deltas of one object; ``before`` are those of the objects before it."""
-        if self.complete and not any(name in before or name in self._aliases for name in part):
+    def add_unpacked(self, object_: Unpacked) -> bool:
+        """See chain.Early."""
+        names = [entry.name for group in object_.groups for entry in group.entries]
+        if not self._own(names) or not self.builder.add_unpacked(object_):
+            return False
+        self._not_now.update(names)
+        return True
+
+    def add(self, part: Folded) -> bool:
+        """See chain.Early."""
+        if self._own(part):
             self.builder.add_deltas(part)
-        else:
-            self.complete = False
+            self._not_now.update(part)
+        return self.complete
+
+    def _own(self, names: Iterable[str]) -> bool:
+        self.complete = self.complete and self._not_now.isdisjoint(names)
+        return self.complete
 
 
 def fold_plan(
@@ -103,17 +116,14 @@ def fold_plan(
     ledger: Ledger,
     plan: Plan,
     limit: int,
-    decoded: Callable[[Folded, Folded], None] = lambda part, before: None,
+    early: Early | None = None,
 ) -> Folded:
-    """The plan's deltas, one folded change per tensor, tied names dropped; ``decoded`` as in ``fold_chain``."""
-
-    def check(delta: TensorDelta) -> None:
-        check_delta(rank.weights, delta, only_rank=rank.only_rank)
-
+    """The plan's deltas, one folded change per tensor, tied names dropped; ``early`` as in ``fold_chain``."""
     weights = rank.weights
+    check = partial(check_tensor, weights, only_rank=rank.only_rank)
     start: Start = partial(live_bits, weights)
     if plan.anchor is not None:
         start = AnchorBits(ledger, plan.anchor, weights.aliases)
-    folded = fold_chain(ledger, plan.deltas, check, limit, job.reading, start, decoded)
+    folded = fold_chain(ledger, plan.deltas, check, limit, job.reading, start, early)
     drop_aliases(folded, rank.weights.aliases)
     return undone(folded) if plan.start == "back" else folded

@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from delta_sync.delta import new_bits
+from delta_sync.delta_file import Unpacked
 from delta_sync.digest import digest_change
+from delta_sync.dtypes import DType
 from delta_sync.errors import DeltaSyncError, MappingError
 from delta_sync.tensor_delta import TensorDelta
 from vllm_delta_plugin.coverage import WeightMap
@@ -73,6 +75,10 @@ class StageBuilder:
         for storage, items in pending.items():
             self._add_storage(storage, items)
 
+    def add_unpacked(self, object_: Unpacked) -> bool:
+        """Stage an object that the host has not decoded, if that can be done here; FormatError, else as add_deltas."""
+        return False
+
     def _add_storage(self, storage: int, items: Sequence[_Pending]) -> None:
         live = self.weights.storages[storage]
         old = live.read(np.concatenate([item.dst for item in items]))
@@ -121,22 +127,22 @@ class StageBuilder:
         ]
 
 
-def check_delta(weights: WeightMap, delta: TensorDelta, *, only_rank: bool) -> None:
-    """MappingError unless this delta's tensor is served in its element type and shape, here or on another rank."""
-    what, remedy = f"tensor {delta.name!r}", "serve the model that is trained, with the dtype that is published"
-    if delta.name not in weights.known and delta.name not in weights.aliases:
+def check_tensor(weights: WeightMap, name: str, dtype: DType, shape: tuple[int, ...], *, only_rank: bool) -> None:
+    """MappingError unless a published tensor is served in its element type and shape, here or on another rank."""
+    what, remedy = f"tensor {name!r}", "serve the model that is trained, with the dtype that is published"
+    if name not in weights.known and name not in weights.aliases:
         raise MappingError(what, expected="a tensor of the served checkpoint", got="an unknown name", remedy=remedy)
-    info = weights.tensors.get(weights.aliases.get(delta.name, delta.name))
+    info = weights.tensors.get(weights.aliases.get(name, name))
     if info is None:
         if only_rank:
             raise MappingError(
                 what, expected="a tensor the model loads", got="one its loader ignores", remedy="do not publish it"
             )
         return
-    if (info.dtype, info.shape) != (delta.dtype, delta.shape):
+    if (info.dtype, info.shape) != (dtype, shape):
         raise MappingError(
             what,
             expected=f"{info.dtype.name} {list(info.shape)} as served",
-            got=f"{delta.dtype.name} {list(delta.shape)} as published",
+            got=f"{dtype.name} {list(shape)} as published",
             remedy=remedy,
         )

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from delta_sync.delta import diff, fold, raw
+from delta_sync.delta_file import (
+    DEFAULT_CODEC,
+    DeltaHeader,
+    Unpacked,
+    decode_delta,
+    encode_delta,
+    unpack_delta,
+)
 from delta_sync.digest import tensor_key
 from delta_sync.dtypes import dtype
+from delta_sync.errors import FormatError
+from delta_sync.tensor_delta import TensorDelta
 from vllm_delta_plugin import gpu_stage, gpu_swap, live_digest
 from vllm_delta_plugin.commit import HostSwap
 from vllm_delta_plugin.coverage import TensorInfo, WeightMap
+from vllm_delta_plugin.gpu_decode import can_decode, decode, unpack_near
 from vllm_delta_plugin.gpu_stage import GpuStageBuilder
 from vllm_delta_plugin.live_storage import SIGNED, LiveStorage
 from vllm_delta_plugin.regions import make_region
@@ -109,3 +122,71 @@ def test_digest_of_a_region(kind: str, shape, source, live, monkeypatch: pytest.
     got = live_digest.triton_digest(memory.bits.to(DEVICE), region, tensor_key("w"), carrier.itemsize)
     assert got == expected
     assert live_digest.torch_digest(memory.bits.to(DEVICE), region, tensor_key("w"), carrier.itemsize) == expected
+
+
+HEADER = DeltaHeader("run", 2, 1, DEFAULT_CODEC)
+
+
+def steps(seed: int, share: float) -> list[TensorDelta]:
+    """ULP steps of every tensor, short ones and some that need an extension."""
+    random = np.random.default_rng(seed)
+    deltas = []
+    for name, kind in (("whole", "BF16"), ("columns", "BF16"), ("wide", "F32")):
+        old = random.integers(0, 2**16, ROWS * COLUMNS).astype(dtype(kind).carrier)
+        at = np.sort(random.choice(old.size, int(old.size * share), replace=False))
+        new = old.copy()
+        new[at] += random.choice([1, 1, 1, 2, 255, 256, 257, 30000], at.size).astype(old.dtype)
+        deltas.append(diff(name, dtype(kind), (ROWS, COLUMNS), old, new))
+    return deltas
+
+
+@pytest.mark.parametrize("share", [0.0005, 0.01, 0.3, 1.0])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_an_object_that_the_gpu_decodes(share: float, pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same bits, sums and counts as of deltas decoded on the host; what lies outside a region is left alone."""
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    data = encode_delta(HEADER, steps(4, share))
+    object_ = unpack_near(data, DEVICE) if pinned else unpack_delta(data)
+    assert isinstance(object_, Unpacked) and can_decode(object_)
+    host, device = one_model(torch.device("cpu")), one_model(DEVICE)
+    here, there = StageBuilder(host, limit=2**30), GpuStageBuilder(device, limit=2**30)
+    here.add_deltas({delta.name: [delta] for delta in decode_delta(data)[1]})
+    assert there.add_unpacked(object_) and not here.add_unpacked(object_)
+    assert there.parts == here.parts and there.changed == here.changed > 0
+    HostSwap(here.updates()).swap(lambda: None)
+    for group in gpu_swap._groups(there, DEVICE):
+        group.exchange(None)
+    for got, wanted in zip(host_bits(device), host_bits(host), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_what_the_gpu_does_not_decode_is_left_to_the_host() -> None:
+    """Bits instead of steps, and a tensor in two groups."""
+    [whole, *_] = changes(3)["whole"], changes(3)["columns"]
+    for deltas in ([whole[1]], whole):
+        builder = GpuStageBuilder(one_model(DEVICE), limit=2**30)
+        assert not builder.add_unpacked(unpack_delta(encode_delta(HEADER, deltas))) and not builder.on_device
+
+
+@pytest.mark.parametrize(
+    ("stream", "change", "message"),
+    [
+        ("gap", lambda content: content[:-1] + bytes([255]), "gap without an end|changes"),
+        ("gap", lambda content: bytes([255]) * 40 + content[40:], "changes"),
+        ("gap", lambda content: content[:-1] + bytes([254]), "positions below 6300"),
+        ("step", lambda content: content[:-1] + bytes([255]), "step extensions"),
+        ("step_ext", lambda content: content[:-2], "step extensions"),
+        ("step_ext", lambda content: bytes(len(content)), "step extensions from 255"),
+        ("sign", lambda content: content[:-1] + bytes([255]), "last sign bit"),
+    ],
+)
+def test_streams_that_are_not_the_group_are_refused_as_on_the_host(stream: str, change, message: str) -> None:
+    """Nothing out of a tensor is ever read: positions are checked before any live bit is."""
+    object_ = unpack_delta(encode_delta(HEADER, [steps(4, 0.3)[0]]))
+    [group] = object_.groups
+    contents = {**group.contents, stream: change(bytes(group.contents[stream]))}
+    damaged = replace(group, contents=contents)
+    with pytest.raises(FormatError, match=message):
+        decode(damaged, DEVICE)
+    with pytest.raises(FormatError):
+        list(damaged.deltas())

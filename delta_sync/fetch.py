@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -14,7 +15,7 @@ from delta_sync.manifest import ObjectRef
 if TYPE_CHECKING:
     from delta_sync.ledger import Ledger
 
-AHEAD = 4  # objects on their way, or waiting to be taken, at once
+AHEAD = max(4, min(16, os.cpu_count() or 1))  # objects on their way, or waiting to be taken, at once
 AHEAD_BYTES = 64 * 1024**2  # and so many bytes of them, coded; one object may be larger
 
 T = TypeVar("T")

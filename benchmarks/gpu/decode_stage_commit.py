@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,7 @@ from stage_interference import tensors_of  # noqa: E402
 
 from delta_sync import fetch as fetching  # noqa: E402
 from delta_sync.container import read_container  # noqa: E402
-from delta_sync.context_file import decode_if_alone  # noqa: E402
-from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, decode_delta, encode_delta  # noqa: E402
+from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, Unpacked, decode_delta, encode_delta  # noqa: E402
 from delta_sync.fetch import fetch  # noqa: E402
 from delta_sync.frames import decompress  # noqa: E402
 from delta_sync.limits import DEFAULT_LIMITS  # noqa: E402
@@ -89,18 +89,36 @@ def staged(memory: Memory, refs: list[ObjectRef], weights: WeightMap, side: Cuda
     """What ``vllm_delta_plugin.stage`` does with one version's objects: fetch, decode, stage, make the swap."""
     builder = side.builder(weights, 2**62)
     with side.reading():
-        for found in fetch(memory, refs, decode_if_alone):  # type: ignore[arg-type]
-            builder.add_deltas({delta.name: [delta] for delta in found[1]})
+        for found in fetch(memory, refs, side.read):  # type: ignore[arg-type]
+            if not isinstance(found, Unpacked) or not builder.add_unpacked(found):
+                raise SystemExit("the GPU does not decode what the trainer makes")
     return side.prepare(builder)
 
 
-def entropy(objects: list[bytes]) -> int:
-    """Undo zstd alone."""
-    return sum(
-        len(decompress(stream, "stream"))
-        for data in objects
-        for stream in read_container(data, DEFAULT_LIMITS)[1].values()
-    )
+def entropy(objects: list[bytes], threads: int = 1) -> int:
+    """Undo zstd alone; returns how many bytes come of it."""
+
+    def work(data: bytes) -> int:
+        return sum(len(decompress(s, "stream")) for s in read_container(data, DEFAULT_LIMITS)[1].values())
+
+    with ThreadPoolExecutor(threads) as pool:
+        return sum(pool.map(work, objects))
+
+
+def by_host(weights: WeightMap, objects: list[bytes], side: Cuda) -> Any:
+    """Decoded on one core, then staged."""
+    builder = side.builder(weights, 2**62)
+    with side.reading():
+        for data in objects:
+            builder.add_deltas({delta.name: [delta] for delta in decode_delta(data)[1]})
+    return side.prepare(builder)
+
+
+def upload_speed() -> float:
+    """Bytes a millisecond from pinned memory to the device."""
+    here = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(here, device=DEVICE)
+    return here.numel() / on_gpu(lambda: there.copy_(here, non_blocking=True))
 
 
 def main() -> None:
@@ -121,7 +139,10 @@ def main() -> None:
           f"{sum(map(len, objects)):,} bytes; {os.cpu_count()} CPU cores; one dense read {read:.1f} ms\n")  # fmt: skip
     print("| what | ms | times one dense read |\n|---|---|---|")
     rows: list[tuple[str, float]] = [("encode and hash, 4 threads (trainer)", encoding)]
-    rows.append(("zstd alone, one core", median(lambda: entropy(objects), 3)[0]))
+    for threads in (1, os.cpu_count() or 1):
+        spent, inside = median(lambda threads=threads: entropy(objects, threads))
+        rows.append((f"zstd alone, {threads} threads", spent))
+    rows.append((f"upload of the {inside:,} bytes inside, at the bus's speed", inside / upload_speed()))
     rows.append(("decode, one core", median(lambda: [decode_delta(data) for data in objects], 3)[0]))
 
     def stage_decoded() -> Any:
@@ -130,7 +151,18 @@ def main() -> None:
             builder.add_deltas(found)
         return side.prepare(builder)
 
+    near = [side.read(data) for data in objects]
+
+    def stage_unpacked() -> Any:
+        builder = side.builder(weights, 2**62)
+        with side.reading():
+            if not all(builder.add_unpacked(each) for each in near):  # type: ignore[arg-type]
+                raise SystemExit("the GPU does not decode what the trainer makes")
+        return side.prepare(builder)
+
     rows.append(("stage from decoded positions, one group", median(stage_decoded)[0]))
+    rows.append(("decode on one core and stage", median(lambda: by_host(weights, objects, side), 3)[0]))
+    rows.append(("decode on the GPU and stage, from unpacked objects", median(stage_unpacked)[0]))
     for threads in (1, 4, 8, 16):
         fetching.AHEAD = threads
         spent, swap = median(lambda: staged(memory, refs, weights, side))

@@ -68,4 +68,4 @@ def test_a_step_of_zero_in_planes_is_refused():
     codec, group = codec_named(PLANE_CODEC), Group("group 0", "ulp", DTYPES["BF16"], (1,), (9,))
     streams = codec.encode(group, np.array([4]), np.array([0], np.uint16))
     with pytest.raises(FormatError, match="no step of zero"):
-        codec.decode(group, {name: memoryview(data) for name, data in streams.items()}, DEFAULT_LIMITS)
+        codec.join(group, codec.unpack(group, {name: memoryview(d) for name, d in streams.items()}, DEFAULT_LIMITS))

@@ -52,9 +52,9 @@ def weights_file() -> Path:
     return gguf
 
 
-def load_model() -> tuple[torch.nn.Module, list[int]]:
-    """The model with float32 master weights, and tokens to train on."""
-    gguf = weights_file()
+def load_model(gguf: Path | None = None) -> tuple[torch.nn.Module, list[int]]:
+    """The model with float32 master weights, of ``gguf`` or the installed package, and tokens to train on."""
+    gguf = gguf or weights_file()
     folder = gguf.parent
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name)
     config = GgufConfig(dequantize=True)
@@ -67,7 +67,7 @@ def load_model() -> tuple[torch.nn.Module, list[int]]:
 def image(model: torch.nn.Module) -> dict[str, np.ndarray]:
     """What would be served: every parameter cast to bfloat16, as bits."""
     cast = {name: p.detach().to(torch.bfloat16, copy=True).flatten() for name, p in model.named_parameters()}
-    return {name: bits.view(torch.int16).numpy().view(np.uint16) for name, bits in cast.items()}
+    return {name: bits.view(torch.int16).cpu().numpy().view(np.uint16) for name, bits in cast.items()}
 
 
 @dataclass(frozen=True)

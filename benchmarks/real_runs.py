@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,30 +19,75 @@ from transformers import AutoTokenizer, TrainerCallback
 Keep = Callable[[int, list[Change]], None]
 
 
-class _Watch(TrainerCallback):
-    """Hands each step's changes of the bfloat16 image to ``keep``."""
+@dataclass(frozen=True)
+class Setup:
+    """What a recipe runs on: small enough for two cores, unless told otherwise.
 
-    def __init__(self, model: torch.nn.Module, keep: Keep) -> None:
-        self._model, self._keep, self._old = model, keep, image(model)
+    batch: sequences a step. group, tokens: GRPO's completions of a prompt, and their length. length: SFT's.
+    text: ``license``, or ``python``, the prose about the language that CPython installs (460 kB). gguf: the weights,
+    by default the installed package's. seconds: after which no further step is made.
+    """
+
+    device: str = "cpu"
+    batch: int = 4
+    group: int = 4
+    tokens: int = 24
+    length: int = 64
+    text: str = "license"
+    gguf: Path | None = None
+    seconds: float = float("inf")
+
+
+def compute_type(recipe: Recipe, setup: Setup) -> str:
+    """What the model computes in: autocast to bfloat16 over float32 masters on a GPU, else the masters' own type."""
+    return recipe.masters if setup.device == "cpu" else "bfloat16"
+
+
+class _Watch(TrainerCallback):
+    """Hands the changes of the bfloat16 image in each step that is ``wanted``, or in all, to ``keep``."""
+
+    def __init__(self, model: torch.nn.Module, keep: Keep, wanted: Collection[int] | None, seconds: float) -> None:
+        self._model, self._keep, self._wanted = model, keep, wanted
+        self._end = time.monotonic() + seconds
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self._old = image(model) if self._is_wanted(0) else {}
+
+    def _is_wanted(self, step: int) -> bool:
+        return self._wanted is None or step in self._wanted
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        new = image(self._model)
-        steps = [Change(name, self._shapes[name], self._old[name], new[name]) for name in self._shapes]
+        step = state.global_step - 1
+        now, next_ = self._is_wanted(step), self._is_wanted(step + 1)
+        new = image(self._model) if now or next_ else {}
+        if now:
+            self._keep(step, [Change(name, self._shapes[name], self._old[name], new[name]) for name in self._shapes])
         self._old = new
-        self._keep(state.global_step - 1, steps)
+        control.should_training_stop = control.should_training_stop or time.monotonic() > self._end
 
 
-def run(recipe: Recipe, steps: int, keep: Keep) -> None:
-    """Train for so many steps by ``recipe``, whose objective is ``grpo`` or ``sft``; float32 computation on CPU."""
-    model = load_model()[0].to(getattr(torch, recipe.masters))
-    watch = _Watch(model, keep)
+def run(
+    recipe: Recipe, steps: int, keep: Keep, setup: Setup | None = None, wanted: Collection[int] | None = None
+) -> int:
+    """Train for so many steps by ``recipe``, whose objective is ``grpo`` or ``sft``; the number of steps made.
+
+    ``keep`` gets the changes of each step, counted from 0, or of those ``wanted``: looking costs a copy of the model.
+    """
+    setup = setup or Setup()
+    model = copy.deepcopy(_loaded(setup.gguf)).to(setup.device, getattr(torch, recipe.masters))
+    watch = _Watch(model, keep, wanted, setup.seconds)
     with tempfile.TemporaryDirectory() as folder:
         make = {"grpo": _grpo, "sft": _sft}[recipe.objective]
-        make(model, recipe, steps, folder, watch).train()
+        trainer = make(model, recipe, setup, _settings(recipe, setup, steps, folder), watch)
+        trainer.train()
+        return int(trainer.state.global_step)
 
 
-def _settings(recipe: Recipe, steps: int, folder: str) -> dict[str, Any]:
+@functools.cache
+def _loaded(gguf: Path | None) -> torch.nn.Module:
+    return load_model(gguf)[0]
+
+
+def _settings(recipe: Recipe, setup: Setup, steps: int, folder: str) -> dict[str, Any]:
     return {
         "output_dir": folder,
         "max_steps": steps,
@@ -45,42 +95,49 @@ def _settings(recipe: Recipe, steps: int, folder: str) -> dict[str, Any]:
         "weight_decay": recipe.weight_decay,
         "lr_scheduler_type": "constant",
         "seed": recipe.seed,
-        "per_device_train_batch_size": 4,
+        "per_device_train_batch_size": setup.batch,
         "report_to": [],
         "save_strategy": "no",
-        "use_cpu": True,
-        "bf16": False,
+        "use_cpu": setup.device == "cpu",
+        "bf16": setup.device != "cpu" and recipe.masters == "float32",
         "disable_tqdm": True,
+        "logging_strategy": "no",
         "gradient_checkpointing": False,
         "dataloader_pin_memory": False,
     }
 
 
-def _sentences() -> list[str]:
-    return [part.replace("\n", " ").strip() for part in TEXT.read_text().split("\n\n") if len(part) > 80]
+def _sentences(text: str) -> list[str]:
+    if text == "license":
+        whole = TEXT.read_text()
+    else:
+        from pydoc_data.topics import topics
+
+        whole = "\n\n".join(topics[name] for name in sorted(topics))
+    return [part.replace("\n", " ").strip() for part in whole.split("\n\n") if len(part) > 80]
 
 
-def _grpo(model: Any, recipe: Recipe, steps: int, folder: str, watch: _Watch) -> Any:
+def _grpo(model: Any, recipe: Recipe, setup: Setup, settings: dict[str, Any], watch: _Watch) -> Any:
     """Completions are rewarded for short words: any reward that differs within a group makes a gradient."""
     from trl import GRPOConfig, GRPOTrainer
 
     def short_words(completions: list[str], **_: Any) -> list[float]:
         return [text.count(" ") / max(1, len(text)) for text in completions]
 
-    settings = _settings(recipe, steps, folder)
-    args = GRPOConfig(**settings, num_generations=4, max_completion_length=24, use_vllm=False)
-    rows = Dataset.from_dict({"prompt": [text[:80] for text in _sentences()]})
-    return GRPOTrainer(model, short_words, args, train_dataset=rows, processing_class=_tokenizer(), callbacks=[watch])
+    args = GRPOConfig(**settings, num_generations=setup.group, max_completion_length=setup.tokens, use_vllm=False)
+    rows = Dataset.from_dict({"prompt": [text[:80] for text in _sentences(setup.text)]})
+    tokenizer = _tokenizer(setup)
+    return GRPOTrainer(model, short_words, args, train_dataset=rows, processing_class=tokenizer, callbacks=[watch])
 
 
-def _sft(model: Any, recipe: Recipe, steps: int, folder: str, watch: _Watch) -> Any:
+def _sft(model: Any, recipe: Recipe, setup: Setup, settings: dict[str, Any], watch: _Watch) -> Any:
     from trl import SFTConfig, SFTTrainer
 
-    args = SFTConfig(**_settings(recipe, steps, folder), max_length=64)
-    rows = Dataset.from_dict({"text": _sentences()})
-    return SFTTrainer(model, args, train_dataset=rows, processing_class=_tokenizer(), callbacks=[watch])
+    args = SFTConfig(**settings, max_length=setup.length)
+    rows = Dataset.from_dict({"text": _sentences(setup.text)})
+    return SFTTrainer(model, args, train_dataset=rows, processing_class=_tokenizer(setup), callbacks=[watch])
 
 
-def _tokenizer() -> Any:
-    gguf = weights_file()
+def _tokenizer(setup: Setup) -> Any:
+    gguf = setup.gguf or weights_file()
     return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)

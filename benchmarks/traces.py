@@ -71,6 +71,12 @@ def cut(changes: Sequence[Change], rows: int) -> list[TracedChange]:
     return kept
 
 
+def file_name(recipe: real_deltas.Recipe, step: int) -> str:
+    """What a run's trace of one step is called."""
+    decay = f"-decay{recipe.weight_decay:g}" if recipe.weight_decay else ""
+    return f"lr{recipe.lr:g}-{recipe.masters}-{recipe.objective}{decay}-step{step}.npz"
+
+
 def run(recipe: real_deltas.Recipe, steps: int, compute: str, keep: Callable[[int, Sequence[Change]], None]) -> str:
     """Train, handing each step's changes to ``keep``; the compute type."""
     import real_deltas  # torch and transformers are for this alone
@@ -112,8 +118,7 @@ def main() -> None:
         print(f"step {index:>3}: {share:.3%} changed", flush=True)
         if index in options.keep:
             made = {"model": "SmolLM2-135M", **dataclasses.asdict(recipe), "step": index, "rows": options.rows}
-            decay = f"-decay{options.weight_decay:g}" if options.weight_decay else ""
-            path = options.out / f"lr{options.lr:g}-{options.masters}-{options.objective}{decay}-step{index}.npz"
+            path = options.out / file_name(recipe, index)
             kept = step if options.rows is None else cut(step, options.rows)
             save(path, kept, made | {"changed_percent": round(100 * share, 4)}, options.start)
             print(f"wrote {path}", flush=True)

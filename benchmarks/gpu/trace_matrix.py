@@ -61,6 +61,7 @@ LAYOUTS = {
     "nemo_rl": GapXor(),
     "xor_zstd": WholeXor(),
 }
+TILES = (2, 4, 8)  # parts along rows and along columns
 COLUMNS = {
     "changed %": "changed_percent",
     "ours": "ours",
@@ -72,6 +73,7 @@ COLUMNS = {
     "TRL": "trl",
     "NeMo-RL": "nemo_rl",
     "XOR-zstd": "xor_zstd",
+    **{f"ours, {parts} x {parts} tiles": f"tiles_{parts}" for parts in TILES},
 }
 ROWS, ENOUGH, LAST = 32, 15, 12  # of a fixture's tensors; seconds without which no run starts, and for its last step
 
@@ -105,7 +107,11 @@ def measure(step: Sequence[Change]) -> dict[str, Any]:
     touched = [c for c in step if (c.old != c.new).any()]
     header, data, _ = encode_against(DeltaHeader("benchmark", 2, 1, ""), [c.whole for c in changes])
     check(data, touched)
-    sizes = {"ours": len(data)} | {name: len(layout.encode(changes)) for name, layout in LAYOUTS.items()}
+    sizes = {"ours": len(data)}
+    for parts in TILES:
+        tiled = encode_against(header, [c.whole for c in changes], (parts, parts))[1]
+        sizes[f"tiles_{parts}"] = len(tiled)
+    sizes |= {name: len(layout.encode(changes)) for name, layout in LAYOUTS.items()}
     figures = {name: size / changed for name, size in sizes.items()}
     figures["bound"] = entropy(touched)["given_old_exponent"]
     for name, other in (("over_bound", "bound"), ("of_trl", "trl"), ("of_nemo_rl", "nemo_rl")):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from real_deltas import TEXT, Change, Recipe, image, load_model, weights_file
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 Keep = Callable[[int, list[Change]], None]
 
@@ -78,6 +78,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         make = {"grpo": _grpo, "sft": _sft}[recipe.objective]
         trainer = make(model, recipe, setup, _settings(recipe, setup, steps, folder), watch)
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
         return int(trainer.state.global_step)
 

@@ -25,6 +25,7 @@ from delta_sync.threads import on_threads, shares
 _POSITION_CLASSES, _STEP_CLASSES = 7, 16  # more would cost time at each element, and gain below 1 %
 _UNARY_BELOW = 3  # mean gap below which a bit an element is the better code
 _CLASS_BITS = 8 * 60  # what a class takes: entropy tables, frame headers, counts
+_SPARE, _LEAST = 1.125, 2**-8  # room for changes, by their share in the sample
 _SAMPLE, _PIECE = 2**20, 4096  # classes are chosen from about so many elements, in pieces of so many
 
 
@@ -68,8 +69,8 @@ class Coded:
 
 def encode_group(dtype: DType, sources: Sequence[Source], grid: tuple[int, int], threads: int) -> Coded:
     """Code tensors of one dtype, cut by ``grid``."""
-    firsts = _position_classes(dtype, sources)
-    counts, found = _find(dtype, sources, firsts, threads)
+    firsts, share = _position_classes(dtype, sources)
+    counts, found = _find(dtype, sources, firsts, share, threads)
     sizes, extension, signs = split_steps(found.steps, dtype)
     streams = _streams(found, sizes, firsts, counts, grid, threads)
     streams |= {"step_ext": compress(extension.tobytes()), "sign": compress(signs.tobytes())}
@@ -101,11 +102,13 @@ def _streams(
     return dict(zip(STREAMS, contents, strict=False))
 
 
-def _find(dtype: DType, sources: Sequence[Source], firsts: Sequence[int], threads: int) -> tuple[Words, Found]:
-    """Changes of each tile and class, ``[tiles, classes]``, and all changes."""
+def _find(
+    dtype: DType, sources: Sequence[Source], firsts: Sequence[int], share: float, threads: int
+) -> tuple[Words, Found]:
+    """Changes of each tile and class, ``[tiles, classes]``, and all changes; about a ``share`` of elements changed."""
     jobs = [(source, tile) for source in sources for tile in source.layer.tiles]
     runs = [jobs[part] for part in shares((tile.elements for _, tile in jobs), threads)]
-    done = on_threads(lambda run: _find_in(dtype, run, firsts), runs, threads)
+    done = on_threads(lambda run: _find_in(dtype, run, firsts, share), runs, threads)
     if len(done) == 1:
         return done[0]
     empty = np.empty((0, len(firsts)), np.uint64), Found.room(dtype, 0)
@@ -113,13 +116,15 @@ def _find(dtype: DType, sources: Sequence[Source], firsts: Sequence[int], thread
     return np.concatenate(counts), Found(*map(np.concatenate, zip(*(part.arrays for part in found), strict=True)))
 
 
-def _find_in(dtype: DType, jobs: Sequence[tuple[Source, Tile]], firsts: Sequence[int]) -> tuple[Words, Found]:
+def _find_in(
+    dtype: DType, jobs: Sequence[tuple[Source, Tile]], firsts: Sequence[int], share: float
+) -> tuple[Words, Found]:
     """The same of some tiles, one after the other."""
     shift, mask = context_field(dtype)
     classes = np.asarray(firsts, np.uint8), class_table(firsts)
     n, used = len(firsts), 0
     counts = np.zeros((len(jobs), n), np.uint64)
-    found = Found.room(dtype, sum(_expected(source, tile) for source, tile in jobs) + int(LANES))
+    found = Found.room(dtype, sum(_expected(source, tile, share) for source, tile in jobs) + int(LANES))
     for (source, tile), count in zip(jobs, counts, strict=True):
         state = np.zeros(n + 1, np.uint64), np.zeros(n, np.uint64), count
         if source.known is None:
@@ -139,10 +144,10 @@ def _find_in(dtype: DType, jobs: Sequence[tuple[Source, Tile]], firsts: Sequence
     return counts, Found(*(a[:used] for a in found.arrays))
 
 
-def _expected(source: Source, tile: Tile) -> int:
-    """Changes to have room for: all that are known, or a 64th of the elements; more is made as needed."""
+def _expected(source: Source, tile: Tile, share: float) -> int:
+    """Changes to have room for: all that are known, or by their share in a sample; more is made as needed."""
     if source.known is None:
-        return tile.elements // 64
+        return min(tile.elements, int(tile.elements * max(share * _SPARE, _LEAST)))
     here = _inside(source.known[0], tile)
     return here.stop - here.start if isinstance(here, slice) else here.size
 
@@ -156,14 +161,16 @@ def _inside(positions: npt.NDArray[np.int64], tile: Tile) -> slice | npt.NDArray
     return begin + np.flatnonzero((positions[begin:end] - tile.start) % tile.stride < tile.length)
 
 
-def _position_classes(dtype: DType, sources: Sequence[Source]) -> list[int]:
-    """Classes chosen from a sample of all elements: how often each context changes."""
+def _position_classes(dtype: DType, sources: Sequence[Source]) -> tuple[list[int], float]:
+    """Classes chosen from a sample of all elements by how often each context changes, and how often elements do."""
     counts = np.zeros((CONTEXTS, 2), np.int64)
     elements = sum(source.layer.old.size for source in sources)
     shift, mask = context_field(dtype)
     for old, new in _sample(sources, _PIECE * max(1, elements // _SAMPLE)):
         tell(old, new, shift, mask, counts)
-    return choose_classes(counts, _POSITION_CLASSES, _CLASS_BITS * int(counts.sum()) // max(1, elements))
+    sampled = int(counts.sum())
+    firsts = choose_classes(counts, _POSITION_CLASSES, _CLASS_BITS * sampled // max(1, elements))
+    return firsts, int(counts[:, 1].sum()) / max(1, sampled)
 
 
 def _sample(sources: Sequence[Source], every: int) -> Iterator[tuple[Bits, Bits]]:

@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--run-steps", type=int, default=200)
     parser.add_argument("--keep", type=int, nargs="+", default=[1, 5, 20, 59, 100, 199], help="steps, from 0")
     parser.add_argument("--fixtures", type=int, nargs="*", default=[20, 199], help="steps whose first rows are kept")
-    parser.add_argument("--workers", type=int, default=8, help="runs beside each other")
+    parser.add_argument("--workers", type=int, default=10, help="runs beside each other")
     parser.add_argument("--threads", type=int, default=1, help="of torch, in each run")
     parser.add_argument("--only", nargs="*", default=[], help="parts of names of runs, as 'grpo,3e-06,float32'")
     parser.add_argument("--text", choices=("license", "python"), default="python")

@@ -70,16 +70,21 @@ def decode_steps(low: Content, extension: Content, signs: Content, dtype: DType,
     """The inverse of ``encode_steps``; FormatError for extensions or signs that do not match the sizes."""
     sizes, packed = np.frombuffer(low, np.uint8), np.frombuffer(signs, np.uint8)
     more = np.frombuffer(extension, dtype.carrier)
-    check_extensions(int(np.count_nonzero(sizes == ESCAPE)), more, packed, sizes.size, what)
+    check_escapes(int(np.count_nonzero(sizes == ESCAPE)), more.size, what)
+    check_extensions(more, packed, sizes.size, what)
     steps: Bits = np.empty(sizes.size, dtype.carrier)
     _join(sizes, more, packed, steps)
     return steps
 
 
-def check_extensions(escapes: int, more: Bits, packed: npt.NDArray[np.uint8], count: int, what: str) -> None:
-    """FormatError unless ``escapes`` extensions are there, all of them needed, and no sign too many."""
-    if escapes != more.size:
-        raise FormatError(what, expected=f"{escapes} step extensions", got=more.size)
+def check_escapes(escapes: int, extensions: int, what: str) -> None:
+    """FormatError unless each size that is ESCAPE has its extension."""
+    if escapes != extensions:
+        raise FormatError(what, expected=f"{escapes} step extensions", got=extensions)
+
+
+def check_extensions(more: Bits, packed: npt.NDArray[np.uint8], count: int, what: str) -> None:
+    """FormatError unless all extensions are needed, and signs are those of ``count`` steps."""
     if (more < ESCAPE).any() or (more >> (8 * more.itemsize - 1)).any():
         expected = f"step extensions from {ESCAPE} up, of at most half the range"
         raise FormatError(what, expected=expected, got=f"{int(more.min())} to {int(more.max())}")

@@ -133,6 +133,7 @@ class Cuda:
         from vllm_delta_plugin.gpu_swap import GpuSwap
 
         with self.reading():
+            builder.finish()
             return GpuSwap(builder, self._device, self.committed)
 
     def staging_limit(self) -> int:

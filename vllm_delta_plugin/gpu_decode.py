@@ -1,27 +1,27 @@
 """A delta object's streams made positions and steps on the GPU: 2.2 bytes a bfloat16 change cross the bus, not 10.
 
 The host undoes the entropy coding, on the threads that fetch objects. What gap_codec.py does then, one change after the
-other, are prefix sums here.
+other, are prefix sums here. Nothing waits for the GPU: what is wrong with the streams is found out at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from delta_sync.codec import Group
+from delta_sync.codec import Content, Group
 from delta_sync.context_file import unpack_if_alone
 from delta_sync.delta_file import DEFAULT_CODEC, Unpacked, UnpackedGroup
 from delta_sync.errors import FormatError
 from delta_sync.gaps import MORE
-from delta_sync.steps import ESCAPE, check_extensions
+from delta_sync.steps import ESCAPE, check_escapes, check_extensions
+from vllm_delta_plugin.gpu_kernels import CODED_BLOCK, spread
 from vllm_delta_plugin.live_storage import SIGNED
-from vllm_delta_plugin.transfer import to_host
 
-_ALIGNED = 16  # bytes; where a stream begins in the memory that an object's streams share
+_ALIGNED = 16  # bytes; where a stream begins in the memory that a group's streams share
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Changes:
 
     running: int64 ``[n]``; less its value at the tensor before, and 1, that is a change's position in its tensor.
     sizes, signs: steps as in delta_sync/steps.py, uint8. extensions: signed ``[m]``. ranks: int64 ``[n]``, how many
-    sizes up to each are extended (anything, where none is).
+    sizes up to each are extended (anything, where none is). found: int64 ``[2]``, how many gaps and extended sizes
+    there are; where ``check_found`` refuses them the rest is anything.
     """
 
     running: torch.Tensor
@@ -38,15 +39,23 @@ class Changes:
     signs: torch.Tensor
     ranks: torch.Tensor
     extensions: torch.Tensor
+    found: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Near(UnpackedGroup):
+    """A group whose contents are ``places`` of one ``memory`` (uint8), pinned where there is a GPU."""
+
+    memory: torch.Tensor
+    places: dict[str, slice]
 
 
 def unpack_near(data: bytes, device: torch.device) -> Unpacked | bytes:
-    """An object unpacked, in pinned memory where ``can_decode``; its bytes, if it decodes only against a base."""
+    """An object unpacked, ready to be uploaded if it ``can_decode``; its bytes, if it decodes only against a base."""
     unpacked = unpack_if_alone(data)
-    if isinstance(unpacked, bytes) or not can_decode(unpacked) or device.type == "cpu":
+    if isinstance(unpacked, bytes) or not can_decode(unpacked):
         return unpacked
-    with torch.cuda.device(device):
-        return replace(unpacked, groups=[_pinned(group) for group in unpacked.groups])
+    return replace(unpacked, groups=[near(group, device) for group in unpacked.groups])
 
 
 def can_decode(object_: Unpacked) -> bool:
@@ -56,62 +65,61 @@ def can_decode(object_: Unpacked) -> bool:
     return usual and len(names) == len(set(names))
 
 
+def near(group: UnpackedGroup, device: torch.device) -> Near:
+    """The same contents where an upload to the device is quick."""
+    if isinstance(group, Near):
+        return group
+    places, end = {}, 0
+    for name, content in group.contents.items():
+        places[name] = slice(end, end + len(content))
+        end += -(-len(content) // _ALIGNED) * _ALIGNED
+    if device.type == "cpu":
+        memory = torch.empty(end, dtype=torch.uint8)
+    else:
+        with torch.cuda.device(device):  # the threads that fetch know of none
+            memory = torch.empty(end, dtype=torch.uint8, pin_memory=True)
+    views: dict[str, Content] = {name: memory.numpy()[place] for name, place in places.items()}
+    for name, view in views.items():
+        np.copyto(view, np.frombuffer(group.contents[name], np.uint8))  # type: ignore[arg-type]
+    return Near(group.codec, group.coded, group.entries, views, memory, places)
+
+
 def decode(group: UnpackedGroup, device: torch.device) -> Changes:
-    """The changes of one group of an object that ``can_decode``; FormatError as the codec's own decoding."""
-    bytes_ = {name: _to_device(content, device) for name, content in group.contents.items()}
-    running = _running(bytes_["gap"], group)
-    extensions = bytes_["step_ext"].view(SIGNED[group.coded.dtype.itemsize])
-    escaped = bytes_["step"] == ESCAPE
-    ranks = torch.cumsum(escaped, 0) if extensions.numel() else running
-    if group.coded.changed:
-        _check(group, running, escaped)
-    return Changes(running, bytes_["step"], bytes_["sign"], ranks, extensions)
+    """The changes of a group, at least one, of an object that ``can_decode``, under way on the current stream.
+
+    FormatError for what can be seen without the GPU; ``check_found`` tells of the rest.
+    """
+    coded, here = group.coded, near(group, device)
+    gap, more = here.contents["gap"], np.frombuffer(here.contents["step_ext"], coded.dtype.carrier)
+    if gap[-1] == MORE:
+        raise _wrong_gaps(coded, f"{coded.changed} changes", "a gap without an end")
+    check_extensions(more, np.frombuffer(here.contents["sign"], np.uint8), coded.changed, f"{coded.label} steps")
+    memory = here.memory.to(device, non_blocking=True)
+    gaps, sizes, signs, extensions = (memory[here.places[name]] for name in ("gap", "step", "sign", "step_ext"))
+    ends, escaped = gaps != MORE, sizes == ESCAPE
+    order = torch.cumsum(ends, 0)
+    reached = torch.cumsum(gaps.to(torch.int32) + ends, 0, dtype=torch.int64)
+    running = torch.empty(coded.changed, dtype=torch.int64, device=device)
+    spread[(-(-gaps.numel() // CODED_BLOCK),)](
+        gaps, order, reached, running, gaps.numel(), coded.changed, BLOCK=CODED_BLOCK
+    )
+    ranks = torch.cumsum(escaped, 0) if more.size else order
+    found = torch.stack([order[-1], escaped.sum()])
+    return Changes(running, sizes, signs, ranks, extensions.view(SIGNED[coded.dtype.itemsize]), found)
 
 
-def _running(gaps: torch.Tensor, group: UnpackedGroup) -> torch.Tensor:
-    """How many elements there are up to each change, over all tensors: changed ones, and those in gaps."""
-    ends = gaps != MORE
-    at = torch.nonzero(ends)[:, 0]
-    if at.numel() != group.coded.changed or (gaps.numel() and group.contents["gap"][-1] == MORE):
-        raise _wrong_gaps(group.coded, f"{group.coded.changed} changes", f"{at.numel()}, or a gap without an end")
-    return torch.cumsum(gaps.to(torch.int32) + ends, 0, dtype=torch.int64)[at]
+def check_found(coded: Group, extensions: int, found: npt.NDArray[np.int64]) -> None:
+    """FormatError unless there are as many gaps as changes, and as many extended sizes as ``extensions``."""
+    gaps, escapes = found.tolist()
+    if gaps != coded.changed:
+        raise _wrong_gaps(coded, f"{coded.changed} changes", f"{gaps}")
+    check_escapes(escapes, extensions, f"{coded.label} steps")
 
 
-def _check(group: UnpackedGroup, running: torch.Tensor, escaped: torch.Tensor) -> None:
-    """FormatError unless positions are within their tensors, and extensions and signs are those of the sizes."""
-    coded, contents = group.coded, group.contents
-    stops = np.cumsum(coded.counts)
-    last = torch.from_numpy(np.maximum(stops - 1, 0)).to(running.device)
-    *reached, escapes = to_host(torch.cat([running[last], escaped.sum()[None]])).tolist()
-    before = 0
-    for count, size, end in zip(coded.counts, coded.sizes, reached, strict=True):
-        if count and end - before > size:
-            raise _wrong_gaps(coded, f"positions below {size}", f"{end - before - 1}")
-        before = end if count else before
-    more = np.frombuffer(contents["step_ext"], coded.dtype.carrier)
-    signs = np.frombuffer(contents["sign"], np.uint8)
-    check_extensions(escapes, more, signs, coded.changed, f"{coded.label} steps")
+def beyond(coded: Group, size: int) -> FormatError:
+    """What a change beyond a tensor of ``size`` elements raises."""
+    return _wrong_gaps(coded, f"positions below {size}", "gaps that lead beyond")
 
 
 def _wrong_gaps(coded: Group, expected: str, got: str) -> FormatError:
     return FormatError(f"{coded.label} gaps", expected=expected, got=got)
-
-
-def _pinned(group: UnpackedGroup) -> UnpackedGroup:
-    """The same contents in one piece of pinned memory."""
-    sizes = {name: len(content) for name, content in group.contents.items()}
-    places, end = {}, 0
-    for name, size in sizes.items():
-        places[name] = slice(end, end + size)
-        end += -(-size // _ALIGNED) * _ALIGNED
-    memory = torch.empty(end, dtype=torch.uint8, pin_memory=True).numpy()
-    contents: Mapping[str, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {n: memory[p] for n, p in places.items()}
-    for name, content in contents.items():
-        content[:] = np.frombuffer(group.contents[name], np.uint8)
-    return replace(group, contents=contents)
-
-
-def _to_device(content: bytes | np.ndarray[tuple[int], np.dtype[np.uint8]], device: torch.device) -> torch.Tensor:
-    """A copy on the device, under way on the current stream: what is copied must be kept until that is over."""
-    host = torch.from_numpy(content if isinstance(content, np.ndarray) else np.frombuffer(content, np.uint8).copy())
-    return host.to(device, non_blocking=True)

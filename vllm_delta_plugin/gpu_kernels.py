@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 BLOCK = 256  # two elements a thread: the swap of an 8B model took 4.0 ms, 4.5 with eight (H200)
 # A row of the stage kernels' table, int64 [24]: the storage's address, the tensor's digest key, 1 if bits are given
 # instead of steps, the region's first position and first live element, four source strides, four live strides, four
-# sizes (13 to 16); for coded changes (17 to 20) also which change of the group is the tensor's first, and the one
-# after its last, where in the output the piece begins, and the number of its first program.
+# sizes (13 to 16); for coded changes (17 to 21) also which change of the group is the tensor's first, and the one
+# after its last, where in the output the piece begins, the number of its first program, and the tensor's size.
 PIECE = 24
 CODED_BLOCK = 1024
 _DIGEST_BLOCK, _ROUNDS = 1024, 16  # one program of the digest sums up so many blocks before its atomic addition
@@ -71,17 +71,31 @@ def _stepped(old, step, WIDTH: tl.constexpr):
     return tl.where((moved & SIGN) != 0, moved ^ SIGN, moved ^ ALL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "count"])
+def spread(gaps, order, reached, running, size, count, BLOCK: tl.constexpr):
+    """Of bytes that end a gap, of which byte i is the ``order[i]``-th, bring ``reached`` (int64) together.
+
+    ``gaps``: uint8 ``[size]``; ``running``: int64 ``[count]``; more ends than that are left out.
+    """
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ends = tl.load(gaps + at, mask=at < size, other=255) != 255
+    to = tl.load(order + at, mask=ends, other=1) - 1
+    tl.store(running + to, tl.load(reached + at, mask=ends, other=0), mask=ends & (to < count))
+
+
+@triton.jit(do_not_specialize=["extended"])
 def stage_coded(
-    running, sizes, signs, ranks, extensions, addresses, staged, piece_of, pieces, sums, counts,
+    running, sizes, signs, ranks, extensions, extended, addresses, staged, piece_of, pieces, sums, counts, beyond,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same for changes as ``gpu_decode.Changes`` has them; outside the region the address is 0.
 
-    ``piece_of`` (int32 ``[grid]``): each program's piece. All of a tensor's changes are looked at for each region.
+    ``extended``: how many extensions there are. ``piece_of`` (int64 ``[grid]``): each program's piece; all of a
+    tensor's changes are looked at for each region. ``sums``, ``counts`` and ``beyond`` (changes outside the tensor) are
+    int64, per piece.
     """
     program = tl.program_id(0)
-    number = tl.load(piece_of + program).to(tl.int64)
+    number = tl.load(piece_of + program)
     piece = pieces + number * 24  # PIECE
     begin, end = tl.load(piece + 17), tl.load(piece + 18)
     at = begin + (program - tl.load(piece + 20)) * BLOCK + tl.arange(0, BLOCK)
@@ -97,6 +111,7 @@ def stage_coded(
     size = tl.load(sizes + at, mask=inside, other=0).to(tl.int64)
     long = inside & (size == 255)
     rank = tl.load(ranks + at, mask=long, other=1)
+    long &= rank <= extended
     size = tl.where(long, tl.load(extensions + rank - 1, mask=long, other=0).to(tl.int64), size)
     negative = (tl.load(signs + at // 8, mask=inside, other=0).to(tl.int64) >> (at % 8)) & 1
     new = _stepped(old, tl.where(negative != 0, ~size, size + 1), WIDTH)
@@ -106,7 +121,9 @@ def stage_coded(
 
     change = _factor(position, tl.load(piece + 1).to(tl.uint64)) * (new - old).to(tl.uint64)
     tl.atomic_add(sums + number, tl.sum(tl.where(inside, change.to(tl.int64), 0)))
-    tl.atomic_add(counts + number, tl.sum((inside & (new != old)).to(tl.int32)))
+    tl.atomic_add(counts + number, tl.sum((inside & (new != old)).to(tl.int64)))
+    outside = mask & ((position < 0) | (position >= tl.load(piece + 21)))
+    tl.atomic_add(beyond + number, tl.sum(outside.to(tl.int64)))
 
 
 @triton.jit

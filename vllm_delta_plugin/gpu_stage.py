@@ -19,9 +19,10 @@ from delta_sync.gaps import slices
 from delta_sync.jit import compiled
 from delta_sync.tensor_delta import TensorDelta
 from vllm_delta_plugin.background import Pace
-from vllm_delta_plugin.gpu_decode import can_decode, decode
-from vllm_delta_plugin.gpu_kernels import BLOCK, CODED_BLOCK, MAX_DIMS, PIECE, stage, stage_coded
-from vllm_delta_plugin.live_digest import as_signed, tensor_key
+from vllm_delta_plugin.gpu_coded import CodedPiece, Pending, stage_coded_on_device
+from vllm_delta_plugin.gpu_decode import can_decode
+from vllm_delta_plugin.gpu_kernels import BLOCK, MAX_DIMS, stage
+from vllm_delta_plugin.gpu_pieces import OnDevice, row
 from vllm_delta_plugin.live_storage import SIGNED, LiveStorage
 from vllm_delta_plugin.regions import Region, map_positions
 from vllm_delta_plugin.staged import StageBuilder
@@ -29,14 +30,6 @@ from vllm_delta_plugin.transfer import to_device, to_host
 
 _BATCH = 1 << 20  # changes that go to the device together
 _REACH = 2**32  # positions that a region may span, as they are sent in 32 bits
-
-
-@dataclass(frozen=True)
-class OnDevice:
-    """Staged bits (signed ``[n]``) and the absolute addresses (int64 ``[n]``) they belong to, of one element width."""
-
-    addresses: torch.Tensor
-    staged: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -54,6 +47,7 @@ class GpuStageBuilder(StageBuilder):
     """A StageBuilder whose deltas meet the bits they change on the GPU only."""
 
     on_device: list[OnDevice] = field(default_factory=list)
+    _pending: list[Pending] = field(default_factory=list)
 
     def add_unpacked(self, object_: Unpacked) -> bool:
         """See StageBuilder."""
@@ -62,22 +56,29 @@ class GpuStageBuilder(StageBuilder):
         if not can_decode(object_) or any(len(region.shape) > MAX_DIMS for region in regions):
             return False
         for group in object_.groups:
-            self._add_group(group)
+            if group.coded.changed:
+                self._add_group(group)
         return True
 
     def _add_group(self, group: UnpackedGroup) -> None:
-        coded = group.coded
-        parts: list[CodedPiece] = []
+        coded, parts = group.coded, []
         for entry, size, changes in zip(group.entries, coded.sizes, slices(coded.counts), strict=True):
             for region in self.weights.regions.get(entry.name, ()) if entry.count else ():
-                parts.append(CodedPiece(region, changes, whole=region.numel == size))
+                parts.append(CodedPiece(region, changes, size))
                 # A part of a tensor is taken to have its share of the changes: how many it has turns out on the GPU.
                 self._grow(entry.count * region.numel // size * (8 + coded.dtype.itemsize))
-        ready, sums, counts = stage_coded_on_device(group, parts, self.weights.storages)
+        ready, pending = stage_coded_on_device(group, parts, self.weights.storages)
         self.on_device.append(ready)
-        for part, change, count in zip(parts, sums, counts, strict=True):
-            if count:  # of a tensor that is split over ranks, this rank's part may have none
-                self._note(part.region, change, count)
+        self._pending.append(pending)
+
+    def finish(self) -> None:
+        """See StageBuilder; waits for the GPU."""
+        pending, self._pending = self._pending, []
+        reports = to_host(torch.cat([one.report for one in pending])) if pending else ()
+        for one in pending:
+            mine, reports = reports[: one.report.numel()], reports[one.report.numel() :]
+            for region, change, count in one.results(mine):
+                self._note(region, change, count)
 
     def add_deltas(self, deltas: Mapping[str, Sequence[TensorDelta]]) -> None:
         """See StageBuilder."""
@@ -107,53 +108,6 @@ class GpuStageBuilder(StageBuilder):
             self._note(piece.region, change, count)
 
 
-@dataclass(frozen=True)
-class CodedPiece:
-    """Changes of a group that belong to one tensor, and a region of it; ``whole``: all of them lie in the region."""
-
-    region: Region
-    changes: slice
-    whole: bool
-
-    @property
-    def size(self) -> int:
-        """How many changes are looked at."""
-        return int(self.changes.stop - self.changes.start)
-
-
-def stage_coded_on_device(
-    group: UnpackedGroup, pieces: Sequence[CodedPiece], storages: Sequence[LiveStorage]
-) -> tuple[OnDevice, list[int], list[int]]:
-    """What ``stage_on_device`` does, of a group that the GPU decodes; FormatError."""
-    device, width = storages[0].bits.device, group.coded.dtype.itemsize
-    changes = decode(group, device)
-    total = sum(piece.size for piece in pieces)
-    addresses = torch.empty(total, dtype=torch.int64, device=device)
-    staged = torch.empty(total, dtype=SIGNED[width], device=device)
-    sums = torch.zeros(len(pieces), dtype=torch.int64, device=device)
-    counts = torch.zeros(len(pieces), dtype=torch.int32, device=device)
-    rows: list[list[int]] = []
-    programs: list[int] = []
-    out = 0
-    for piece in pieces:
-        place = [piece.changes.start, piece.changes.stop, out, sum(programs)]
-        rows.append(_row(piece.region, storages, place))
-        programs.append(-(-piece.size // CODED_BLOCK))
-        out += piece.size
-    if pieces:
-        table = to_device(np.array(rows, np.int64).reshape(-1), device)
-        piece_of = to_device(np.repeat(np.arange(len(pieces), dtype=np.int32), programs), device)
-        stage_coded[(sum(programs),)](
-            changes.running, changes.sizes, changes.signs, changes.ranks, changes.extensions, addresses, staged,
-            piece_of, table, sums, counts, WIDTH=8 * width, BLOCK=CODED_BLOCK,
-        )  # fmt: skip
-    if not all(piece.whole for piece in pieces):
-        inside = addresses != 0
-        addresses, staged = addresses[inside], staged[inside]
-    found = [int(value) % 2**64 for value in to_host(sums)]  # and so the GPU is done with the group's memory
-    return OnDevice(addresses, staged), found, [int(count) for count in to_host(counts)]
-
-
 def stage_on_device(pieces: Sequence[Piece], storages: Sequence[LiveStorage]) -> tuple[OnDevice, list[int], list[int]]:
     """Stage changes of one element width; also each piece's digest change (modulo 2**64) and how many elements differ.
 
@@ -168,7 +122,7 @@ def stage_on_device(pieces: Sequence[Piece], storages: Sequence[LiveStorage]) ->
     relative = torch.empty(min(total, _BATCH), dtype=torch.int32, device=device)
     pace, rows = Pace(), []
     for piece in pieces:
-        rows.append(_row(piece.region, storages, raw=piece.encoding == "raw"))
+        rows.append(row(piece.region, storages, raw=piece.encoding == "raw"))
         pace()
     table = to_device(np.array(rows, np.int64).reshape(-1), device)
     sums = torch.zeros(len(pieces), dtype=torch.int64, device=device)
@@ -238,16 +192,6 @@ def _inside(region: Region, delta: TensorDelta) -> Piece:
     if which.size == delta.changed:
         return Piece(region, delta.encoding, delta.positions, delta.values)
     return Piece(region, delta.encoding, delta.positions[which], delta.values[which])
-
-
-def _row(region: Region, storages: Sequence[LiveStorage], place: Sequence[int] = (), *, raw: bool = False) -> list[int]:
-    """The kernels' row about a piece, see gpu_kernels.PIECE; a dimension that is missing has one element."""
-    missing = MAX_DIMS - len(region.shape)
-    address, key = storages[region.storage].bits.data_ptr(), as_signed(tensor_key(region.tensor))
-    row = [address, key, int(raw), region.src_offset, region.dst_offset]
-    row += [*region.src_strides, *[1] * missing, *region.dst_strides, *[0] * missing]
-    row += [*region.shape, *[1] * missing, *place]
-    return row + [0] * (PIECE - len(row))
 
 
 def _batches(pieces: Sequence[Piece]) -> Iterator[list[Run]]:

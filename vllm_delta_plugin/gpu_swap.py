@@ -14,7 +14,8 @@ from vllm_delta_plugin.transfer import to_device
 
 if HAS_TRITON:
     from vllm_delta_plugin.gpu_kernels import BLOCK, exchange
-    from vllm_delta_plugin.gpu_stage import GpuStageBuilder, OnDevice
+    from vllm_delta_plugin.gpu_pieces import OnDevice
+    from vllm_delta_plugin.gpu_stage import GpuStageBuilder
 
 
 class GpuSwap:

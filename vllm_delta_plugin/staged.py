@@ -79,6 +79,9 @@ class StageBuilder:
         """Stage an object that the host has not decoded, if that can be done here; FormatError, else as add_deltas."""
         return False
 
+    def finish(self) -> None:
+        """Wait for what was staged, so that ``parts`` and ``changed`` are complete; FormatError of add_unpacked."""
+
     def _add_storage(self, storage: int, items: Sequence[_Pending]) -> None:
         live = self.weights.storages[storage]
         old = live.read(np.concatenate([item.dst for item in items]))

@@ -24,7 +24,7 @@ from delta_sync.tensor_delta import TensorDelta
 from vllm_delta_plugin import gpu_stage, gpu_swap, live_digest
 from vllm_delta_plugin.commit import HostSwap
 from vllm_delta_plugin.coverage import TensorInfo, WeightMap
-from vllm_delta_plugin.gpu_decode import can_decode, decode, unpack_near
+from vllm_delta_plugin.gpu_decode import can_decode, unpack_near
 from vllm_delta_plugin.gpu_stage import GpuStageBuilder
 from vllm_delta_plugin.live_storage import SIGNED, LiveStorage
 from vllm_delta_plugin.regions import make_region
@@ -152,6 +152,7 @@ def test_an_object_that_the_gpu_decodes(share: float, pinned: bool, monkeypatch:
     here, there = StageBuilder(host, limit=2**30), GpuStageBuilder(device, limit=2**30)
     here.add_deltas({delta.name: [delta] for delta in decode_delta(data)[1]})
     assert there.add_unpacked(object_) and not here.add_unpacked(object_)
+    there.finish()
     assert there.parts == here.parts and there.changed == here.changed > 0
     HostSwap(here.updates()).swap(lambda: None)
     for group in gpu_swap._groups(there, DEVICE):
@@ -174,6 +175,8 @@ def test_what_the_gpu_does_not_decode_is_left_to_the_host() -> None:
         ("gap", lambda content: content[:-1] + bytes([255]), "gap without an end|changes"),
         ("gap", lambda content: bytes([255]) * 40 + content[40:], "changes"),
         ("gap", lambda content: content[:-1] + bytes([254]), "positions below 6300"),
+        ("gap", lambda content: bytes([254]) * len(content), "positions below 6300|changes"),
+        ("step", lambda content: bytes([255]) * len(content), "step extensions"),
         ("step", lambda content: content[:-1] + bytes([255]), "step extensions"),
         ("step_ext", lambda content: content[:-2], "step extensions"),
         ("step_ext", lambda content: bytes(len(content)), "step extensions from 255"),
@@ -181,12 +184,14 @@ def test_what_the_gpu_does_not_decode_is_left_to_the_host() -> None:
     ],
 )
 def test_streams_that_are_not_the_group_are_refused_as_on_the_host(stream: str, change, message: str) -> None:
-    """Nothing out of a tensor is ever read: positions are checked before any live bit is."""
+    """Found out once the GPU is done, at the latest; what it reads before lies in the tensor's region all the same."""
     object_ = unpack_delta(encode_delta(HEADER, [steps(4, 0.3)[0]]))
     [group] = object_.groups
     contents = {**group.contents, stream: change(bytes(group.contents[stream]))}
     damaged = replace(group, contents=contents)
+    builder = GpuStageBuilder(one_model(DEVICE), limit=2**30)
     with pytest.raises(FormatError, match=message):
-        decode(damaged, DEVICE)
+        builder.add_unpacked(replace(object_, groups=[damaged]))
+        builder.finish()
     with pytest.raises(FormatError):
         list(damaged.deltas())

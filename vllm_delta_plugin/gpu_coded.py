@@ -1,0 +1,91 @@
+"""Changes that the GPU decodes, met with the live bits they change; see gpu_stage.py for those decoded by the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from delta_sync.codec import Group
+from delta_sync.delta_file import UnpackedGroup
+from vllm_delta_plugin.gpu_decode import beyond, check_found, decode
+from vllm_delta_plugin.gpu_kernels import CODED_BLOCK, stage_coded
+from vllm_delta_plugin.gpu_pieces import OnDevice, row
+from vllm_delta_plugin.live_storage import SIGNED, LiveStorage
+from vllm_delta_plugin.regions import Region
+
+
+@dataclass(frozen=True)
+class CodedPiece:
+    """Changes of a group that belong to one tensor, of ``tensor_size`` elements, and a region of it."""
+
+    region: Region
+    changes: slice
+    tensor_size: int
+
+    @property
+    def size(self) -> int:
+        """How many changes are looked at."""
+        return int(self.changes.stop - self.changes.start)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What the GPU will have found out about a group's pieces; ``report`` is int64 on the device."""
+
+    coded: Group
+    extensions: int
+    pieces: Sequence[CodedPiece]
+    report: torch.Tensor
+
+    def results(self, report: npt.NDArray[np.int64]) -> Iterator[tuple[Region, int, int]]:
+        """Each region that changes, its digest's change and how many elements differ; FormatError."""
+        check_found(self.coded, self.extensions, report[:2])
+        sums, counts, outside = report[2:].reshape(3, -1)
+        for piece, change, count, wrong in zip(self.pieces, sums, counts, outside, strict=True):
+            if wrong:
+                raise beyond(self.coded, piece.tensor_size)
+            if count:  # of a tensor that is split over ranks, this rank's part may have none
+                yield piece.region, int(change) % 2**64, int(count)
+
+
+def stage_coded_on_device(
+    group: UnpackedGroup, pieces: Sequence[CodedPiece], storages: Sequence[LiveStorage]
+) -> tuple[OnDevice, Pending]:
+    """Stage one group's changes, at least one, on the current stream, without waiting; FormatError."""
+    device, width = storages[0].bits.device, group.coded.dtype.itemsize
+    changes = decode(group, device)
+    report = torch.zeros(2 + 3 * len(pieces), dtype=torch.int64, device=device)
+    report[:2].copy_(changes.found)
+    sums, counts, outside = report[2:].view(3, -1)
+    rows: list[list[int]] = []
+    programs: list[int] = []
+    total = 0
+    for piece in pieces:
+        place = [piece.changes.start, piece.changes.stop, total, sum(programs), piece.tensor_size]
+        rows.append(row(piece.region, storages, place))
+        programs.append(-(-piece.size // CODED_BLOCK))
+        total += piece.size
+    addresses = torch.empty(total, dtype=torch.int64, device=device)
+    staged = torch.empty(total, dtype=SIGNED[width], device=device)
+    if pieces:
+        table = _send(np.array(rows, np.int64).reshape(-1), device)
+        piece_of = _send(np.repeat(np.arange(len(pieces), dtype=np.int64), programs), device)
+        stage_coded[(sum(programs),)](
+            changes.running, changes.sizes, changes.signs, changes.ranks, changes.extensions,
+            changes.extensions.numel(), addresses, staged, piece_of, table, sums, counts, outside,
+            WIDTH=8 * width, BLOCK=CODED_BLOCK,
+        )  # fmt: skip
+    if any(piece.region.numel != piece.tensor_size for piece in pieces):
+        inside = addresses != 0
+        addresses, staged = addresses[inside], staged[inside]
+    return OnDevice(addresses, staged), Pending(group.coded, changes.extensions.numel(), pieces, report)
+
+
+def _send(table: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """A small array on its way to the device; PyTorch keeps its pinned memory until it is there."""
+    host = torch.from_numpy(table)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -33,7 +33,7 @@ from trl_callback.lanes import Lane, Mark
 from trl_callback.pinned import Arena
 
 _FIRST_ROOM = 1 << 20  # changes that the first capture has pinned memory for at once
-_TABLES = 1 << 18  # bytes for rows about pieces, and what the allocator rounds up
+_SPARE = 1 << 22  # bytes for rows about pieces, and what the allocator rounds up: 1 MiB a large tensor
 _A_TILE = 16  # bytes for its piece, its count and where its changes end
 _CASTS = {("BF16", torch.float32): F32_TO_BF16, ("F16", torch.float32): F32_TO_F16}
 
@@ -60,7 +60,7 @@ class Kind:
         """How many tiles a bucket of ``room`` bytes on the device has, at least one."""
         found, out = TILE // 8, ROOM * (8 + self.width)
         whole = TILE * self.width * (self.streamed + self.converted)
-        return max(1, (room - _TABLES) // (found + out + whole + _A_TILE))
+        return max(1, (room - min(room // 8, _SPARE)) // (found + out + whole + _A_TILE))
 
 
 @dataclass

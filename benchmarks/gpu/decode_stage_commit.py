@@ -89,7 +89,7 @@ def staged(memory: Memory, refs: list[ObjectRef], weights: WeightMap, side: Cuda
     """What ``vllm_delta_plugin.stage`` does with one version's objects: fetch, decode, stage, make the swap."""
     builder = side.builder(weights, 2**62)
     with side.reading():
-        for found in fetch(memory, refs, side.read):  # type: ignore[arg-type]
+        for found in fetch(memory, refs, side.read, 2**28):  # type: ignore[arg-type]
             if not isinstance(found, Unpacked) or not builder.add_unpacked(found):
                 raise SystemExit("the GPU does not decode what the trainer makes")
     return side.prepare(builder)
@@ -163,7 +163,7 @@ def main() -> None:
     rows.append(("stage from decoded positions, one group", median(stage_decoded)[0]))
     rows.append(("decode on one core and stage", median(lambda: by_host(weights, objects, side), 3)[0]))
     rows.append(("decode on the GPU and stage, from unpacked objects", median(stage_unpacked)[0]))
-    for threads in (1, 4, 8, 16):
+    for threads in (1, 4, 8, 16, 32):
         fetching.AHEAD = threads
         spent, swap = median(lambda: staged(memory, refs, weights, side))
         commit = on_gpu(lambda swap=swap: swap.swap(lambda: None), times=9)

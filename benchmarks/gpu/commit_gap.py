@@ -135,6 +135,7 @@ def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
     options = ("--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64", *SERVE_ARGS)
     options = (*options, "--gpu-memory-utilization", "0.4")  # the last one counts
     logs = args.logs or place
+    logs.mkdir(parents=True, exist_ok=True)
     say("serving", began)
     with VllmServer(base, logs / "live.log", ("--delta-sync", str(place / "run")), base=options) as server:
         trainer.origin()

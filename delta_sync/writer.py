@@ -68,6 +68,7 @@ class Writer:
         self._base = base  # where the next version attaches; known even if the manifest there cannot be read
         self._attempt: Epoch | None = None  # a claim whose answer was lost
         self._tensors: dict[str, TensorState] | None = None
+        self._looked = False
         self._lock = threading.RLock()
 
     @classmethod
@@ -166,10 +167,20 @@ class Writer:
             )
             return self._commit(manifest, objects)
 
+    def look_around(self) -> None:
+        """Look for another writer, so that the next ``commit`` need not before it begins; ConflictError, StoreError.
+
+        It looks again once its manifest is there: what is found only then was too late to be found before.
+        """
+        self._check_fence()
+        self._looked = True
+
     def _commit(self, manifest: Manifest, objects: Sequence[bytes | ObjectRef]) -> Manifest:
         manifest.to_bytes()  # FormatError before anything is written
         after = self._check_states(manifest)
-        self._check_fence()
+        if not self._looked:
+            self._check_fence()
+        self._looked = False  # whatever comes of this attempt, the next one looks again
         if any(not isinstance(data, ObjectRef) for data in objects):
             size = sum(ref.size for ref in manifest.objects)
             with tracing.span("delta_sync.publish.upload", objects=len(objects), bytes=size):

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from delta_sync import tracing
+from delta_sync.aside import aside
 from delta_sync.context_file import encode_deltas_against
 from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, encode_delta
 from delta_sync.gap_codec import codec_without_base
@@ -179,16 +180,19 @@ class Chain:
             for delta in changes.deltas.values():
                 parts.add(delta)
         self._parts = parts
+        alone = aside(self._writer.look_around, "delta-sync-fence")  # this and the digests take no time of their own
+        states = self._snapshot.advanced(changes.deltas)
+        state = self._snapshot.digest_with(states)
         stored = parts.finish()
         self._parts = None
+        alone.result()
         if stored:
             began, ended = min(one.began for one in stored), max(one.ended for one in stored)
             size = sum(one.ref.size for one in stored)
             changes.trace.child("delta_sync.publish.upload", began, ended, objects=len(stored), bytes=size)
-        states = self._snapshot.advanced(changes.deltas)
         codec = codec_of_all(one.codec for one in stored)
         refs, kept = tuple(one.ref for one in stored), tuple(one.data for one in stored)
-        return Attempt(changes, states, self._snapshot.digest_with(states), refs, codec, kept)
+        return Attempt(changes, states, state, refs, codec, kept)
 
     def commit(self, attempt: Attempt) -> Published:
         """Make the attempt the next version; after a StoreError, call it again with the same attempt."""

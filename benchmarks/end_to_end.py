@@ -134,8 +134,9 @@ class Ours:
         return clock
 
     def _serve(self) -> None:
-        while not self._stop.wait(POLL):
-            plan = self._ledger.plan(self._position, None)
+        while not self._stop.is_set():
+            newest = self._ledger.wait_newer(self._position, time.monotonic() + LIMIT, self._stop, poll_seconds=POLL)
+            plan = self._ledger.plan(self._position, None, newest=newest) if newest else None
             if plan is not None and plan.deltas:
                 self._take(plan)
 

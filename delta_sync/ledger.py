@@ -112,6 +112,9 @@ class Ledger:
         and the next epoch's. While an epoch is claimed but has no version yet, manifests are listed when HEAD changes,
         else every ``relist_seconds``.
         """
+        return self._look(to_the_end=True)
+
+    def _look(self, *, to_the_end: bool) -> Manifest | None:
         seen = self._seen
         following = None if seen is None else aside(partial(next_of, self._reader, seen))
         claimed = None if seen is None else aside(partial(self._exists, epoch_key(seen.epoch + 1)))
@@ -120,7 +123,7 @@ class Ledger:
             seen = None  # the store was emptied; what is there now, if anything, is another run
         found: Manifest | None = None
         if seen is not None and not self._newer_epoch(seen, hint, claimed):
-            found = walk_forward(self._reader, seen, hint, following)
+            found = walk_forward(self._reader, seen, hint, following, to_the_end=to_the_end)
         elif seen is not None and self._just_listed(hint):
             found = seen
         if found is None:
@@ -143,13 +146,14 @@ class Ledger:
         *,
         poll_seconds: float = 0.1,
     ) -> Manifest | None:
-        """The newest version once it is ahead of ``position``; None at ``deadline`` (time.monotonic) or on ``stop``.
+        """A version ahead of ``position``, the newest but for what came just now; None at ``deadline`` or on ``stop``.
 
-        Looks every ``poll_seconds``, give or take a third so that replicas spread out. Raises what head() raises.
+        ``deadline`` is a time.monotonic. Looks every ``poll_seconds``, give or take a third so that replicas spread
+        out. Raises what head() raises.
         """
         stop = stop or threading.Event()
         while True:
-            head = self.head()
+            head = self._look(to_the_end=False)
             if head is not None and self.is_ahead(head, position):
                 return head
             left = deadline - time.monotonic()
@@ -175,16 +179,17 @@ class Ledger:
         prefer_anchor: bool = False,
         use_folds: bool = True,
         target: Manifest | None = None,
+        newest: Manifest | None = None,
     ) -> Plan | None:
         """How a replica gets to the newest version; None if it is there, or if there is no version yet.
 
         ``position``: what it serves, None if unknown; ``live_state``: state digest of the bits in its memory, None if
         unknown; ``prefer_anchor``: trust neither; ``use_folds``: take a fold of several deltas where it is smaller;
-        ``target``: this version rather than the newest, wherever it is.
+        ``target``: this version rather than the newest, wherever it is; ``newest``: that, if it was just looked for.
         Costs one read for each version on the way, and a listing where there are several.
         ChainError if no start exists; FormatError or IntegrityError if only damage stands in the way.
         """
-        head = target or self.head()
+        head = target or newest or self.head()
         if head is None or not (prefer_anchor or target or self.is_ahead(head, position)):
             return None
         known = (None, None) if prefer_anchor else (position, live_state)

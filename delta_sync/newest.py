@@ -18,21 +18,29 @@ def next_of(reader: ManifestReader, manifest: Manifest) -> Manifest | None:
 
 
 def walk_forward(
-    reader: ManifestReader, seen: Manifest, hint: Head | None, following: Future[Manifest | None] | None = None
+    reader: ManifestReader,
+    seen: Manifest,
+    hint: Head | None,
+    following: Future[Manifest | None] | None = None,
+    *,
+    to_the_end: bool = True,
 ) -> Manifest | None:
     """Follow one epoch's versions from ``seen``; a hint within that epoch saves probing one by one.
 
-    ``following``: what comes after ``seen``, where that was asked for already. None if a version does not continue the
-    one before: then one of the two was damaged when it was read.
+    ``following``: what comes after ``seen``, where that was asked for already. ``to_the_end``: look for one more after
+    each that is found, a round trip. None if a version does not continue the one before: then one of the two was
+    damaged when it was read.
     """
     newest = seen
     if hint and hint.version > seen.version and _branch(hint) == _branch(seen):
         newest = reader.at(hint.key, hint.manifest) or seen
+        if newest is not seen and not to_the_end:
+            return newest
     after = following.result() if following is not None and newest is seen else next_of(reader, newest)
     while after is not None:
         if after.parent != newest.sha256:
             return None
-        newest, after = after, next_of(reader, after)
+        newest, after = after, next_of(reader, after) if to_the_end else None
     return newest
 
 

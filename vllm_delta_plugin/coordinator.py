@@ -218,6 +218,7 @@ class Coordinator:
                 prefer_anchor=anchor,
                 use_folds=self.status.refusal is None,
                 target=self._control.target,
+                newest=self._newest,
             )
         except _NO_WAY as error:
             self._tried_anchor = anchor

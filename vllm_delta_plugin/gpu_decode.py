@@ -21,6 +21,7 @@ from delta_sync.steps import ESCAPE, check_escapes, check_extensions
 from vllm_delta_plugin.gpu_kernels import CODED_BLOCK, spread
 from vllm_delta_plugin.live_storage import SIGNED
 
+DECODING = 40  # bytes of device memory a change, at most, that decoding takes for a moment
 _ALIGNED = 16  # bytes; where a stream begins in the memory that a group's streams share
 
 
@@ -29,7 +30,7 @@ class Changes:
     """A group's changes on a GPU.
 
     running: int64 ``[n]``; less its value at the tensor before, and 1, that is a change's position in its tensor.
-    sizes, signs: steps as in delta_sync/steps.py, uint8. extensions: signed ``[m]``. ranks: int64 ``[n]``, how many
+    sizes, signs: steps as in delta_sync/steps.py, uint8. extensions: signed ``[m]``. ranks: int32 ``[n]``, how many
     sizes up to each are extended (anything, where none is). found: int64 ``[2]``, how many gaps and extended sizes
     there are; where ``check_found`` refuses them the rest is anything.
     """
@@ -97,14 +98,14 @@ def decode(group: UnpackedGroup, device: torch.device) -> Changes:
     memory = here.memory.to(device, non_blocking=True)
     gaps, sizes, signs, extensions = (memory[here.places[name]] for name in ("gap", "step", "sign", "step_ext"))
     ends, escaped = gaps != MORE, sizes == ESCAPE
-    order = torch.cumsum(ends, 0)
+    order = torch.cumsum(ends, 0, dtype=torch.int32)
     reached = torch.cumsum(gaps.to(torch.int32) + ends, 0, dtype=torch.int64)
     running = torch.empty(coded.changed, dtype=torch.int64, device=device)
     spread[(-(-gaps.numel() // CODED_BLOCK),)](
         gaps, order, reached, running, gaps.numel(), coded.changed, BLOCK=CODED_BLOCK
     )
-    ranks = torch.cumsum(escaped, 0) if more.size else order
-    found = torch.stack([order[-1], escaped.sum()])
+    ranks = torch.cumsum(escaped, 0, dtype=torch.int32) if more.size else order
+    found = torch.stack([order[-1].long(), escaped.sum()])
     return Changes(running, sizes, signs, ranks, extensions.view(SIGNED[coded.dtype.itemsize]), found)
 
 

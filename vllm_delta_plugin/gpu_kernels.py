@@ -79,7 +79,7 @@ def spread(gaps, order, reached, running, size, count, BLOCK: tl.constexpr):
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ends = tl.load(gaps + at, mask=at < size, other=255) != 255
-    to = tl.load(order + at, mask=ends, other=1) - 1
+    to = tl.load(order + at, mask=ends, other=1).to(tl.int64) - 1
     tl.store(running + to, tl.load(reached + at, mask=ends, other=0), mask=ends & (to < count))
 
 
@@ -110,7 +110,7 @@ def stage_coded(
     old = tl.load(address.to(staged.dtype), mask=inside, other=0).to(tl.int64) & ALL
     size = tl.load(sizes + at, mask=inside, other=0).to(tl.int64)
     long = inside & (size == 255)
-    rank = tl.load(ranks + at, mask=long, other=1)
+    rank = tl.load(ranks + at, mask=long, other=1).to(tl.int64)
     long &= rank <= extended
     size = tl.where(long, tl.load(extensions + rank - 1, mask=long, other=0).to(tl.int64), size)
     negative = (tl.load(signs + at // 8, mask=inside, other=0).to(tl.int64) >> (at % 8)) & 1

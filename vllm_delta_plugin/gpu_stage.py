@@ -20,7 +20,7 @@ from delta_sync.jit import compiled
 from delta_sync.tensor_delta import TensorDelta
 from vllm_delta_plugin.background import Pace
 from vllm_delta_plugin.gpu_coded import CodedPiece, Pending, stage_coded_on_device
-from vllm_delta_plugin.gpu_decode import can_decode
+from vllm_delta_plugin.gpu_decode import DECODING, can_decode
 from vllm_delta_plugin.gpu_kernels import BLOCK, MAX_DIMS, stage
 from vllm_delta_plugin.gpu_pieces import OnDevice, row
 from vllm_delta_plugin.live_storage import SIGNED, LiveStorage
@@ -54,6 +54,8 @@ class GpuStageBuilder(StageBuilder):
         names = [entry.name for group in object_.groups for entry in group.entries]
         regions = [region for name in names for region in self.weights.regions.get(name, ())]
         if not can_decode(object_) or any(len(region.shape) > MAX_DIMS for region in regions):
+            return False
+        if DECODING * max((group.coded.changed for group in object_.groups), default=0) > self.limit - self._bytes:
             return False
         for group in object_.groups:
             if group.coded.changed:

@@ -195,3 +195,12 @@ def test_streams_that_are_not_the_group_are_refused_as_on_the_host(stream: str, 
         builder.finish()
     with pytest.raises(FormatError):
         list(damaged.deltas())
+
+
+def test_an_object_too_large_to_decode_on_the_gpu_is_left_to_the_host() -> None:
+    object_ = unpack_delta(encode_delta(HEADER, steps(4, 0.01)))
+    changed = sum(group.coded.changed for group in object_.groups)
+    builder = GpuStageBuilder(one_model(DEVICE), limit=20 * changed)
+    assert not builder.add_unpacked(object_) and not builder.on_device
+    builder.add_deltas({delta.name: [delta] for delta in object_.deltas()})
+    assert builder.on_device

@@ -76,10 +76,11 @@ class GpuStageBuilder(StageBuilder):
     def finish(self) -> None:
         """See StageBuilder; waits for the GPU."""
         pending, self._pending = self._pending, []
-        reports = to_host(torch.cat([one.report for one in pending])) if pending else ()
-        for one in pending:
-            mine, reports = reports[: one.report.numel()], reports[one.report.numel() :]
-            for region, change, count in one.results(mine):
+        if not pending:
+            return
+        found = to_host(torch.cat([one.report for one in pending]))
+        for one, part in zip(pending, slices([one.report.numel() for one in pending]), strict=True):
+            for region, change, count in one.results(found[part]):
                 self._note(region, change, count)
 
     def add_deltas(self, deltas: Mapping[str, Sequence[TensorDelta]]) -> None:

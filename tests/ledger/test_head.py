@@ -103,6 +103,52 @@ def test_watching_costs_three_small_reads(memory):
     ]  # fmt: skip
 
 
+def test_a_replica_that_waits_takes_a_version_without_looking_for_the_next(memory):
+    """Two round trips less on its way; what came just then is found by the next look."""
+    from faulty_store import FaultyStore
+
+    run = TinyRun(memory)
+    at = position(run.origin())
+    counting = FaultyStore(memory)
+    ledger = Ledger(counting)
+    ledger.head()
+    run.delta(), run.delta()
+    memory.delete(HEAD)  # else the newer one is taken at once
+    for number in (2, 3):
+        counting.names.clear()
+        newest = ledger.wait_newer(at, time.monotonic() + 5)
+        assert newest.version == number
+        assert not [name for name in counting.names if f"manifests/{number + 1:012}" in name]
+        counting.names.clear()
+        plan = ledger.plan(at, None, newest=newest)
+        assert plan.target == newest and not [name for name in counting.names if "HEAD" in name or "epochs" in name]
+        at = plan.position
+    assert ledger.wait_newer(at, time.monotonic() + 0.05, poll_seconds=0.01) is None
+
+
+def test_a_writer_may_look_around_while_objects_are_uploaded(memory):
+    """Then the fence is looked at once a version, after its manifest; a failed commit looks before it begins again."""
+    from faulty_store import FaultyStore
+
+    counting = FaultyStore(memory)
+    writer = Writer.open(Ledger(counting))
+    bits = first_bits()
+    commit_origin(writer, bits)
+    for looks in (True, False, True):
+        counting.names.clear()
+        if looks:
+            writer.look_around()
+        after = changed(bits, writer.next_version)
+        commit_delta(writer, bits, after)
+        bits = after
+        created = next(i for i, name in enumerate(counting.names) if name.startswith("create manifests/"))
+        fences = [i for i, name in enumerate(counting.names) if name.startswith("get epochs/000001")]
+        assert len(fences) == 2 and fences[0] < created < fences[1]
+    Writer.open(Ledger(memory))
+    with pytest.raises(ConflictError, match="second publisher"):
+        writer.look_around()
+
+
 def test_catching_up_reads_only_the_versions_in_between(memory, tmp_path):
     from faulty_store import FaultyStore
 

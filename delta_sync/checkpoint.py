@@ -50,6 +50,11 @@ class Checkpoint:
         return {name: path for name, path in found.items() if not _is_weights(name)}
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a local folder holds weights; that of a run has none at its top."""
+    return path.is_dir() and any(path.glob("*.safetensors"))
+
+
 def check_same_heads(one: Checkpoint, other: Checkpoint) -> None:
     """FormatError naming the first tensor that the two don't have alike."""
     for name in sorted(one.heads.keys() | other.heads.keys()):
@@ -77,8 +82,9 @@ def _files(path: Path) -> list[Path]:
     found = sorted(path.glob("*.safetensors"))
     if len(found) != 1:
         expected = f"{SINGLE}, {INDEX}, or one safetensors file"
-        got = f"{len(found)} files" if path.is_dir() else "no such folder"
-        raise FormatError(f"checkpoint {path}", expected=expected, got=got)
+        got = f"{len(found)} such files" if path.is_dir() else "no such folder"
+        remedy = "`delta-sync materialize URI@VERSION DIR` makes a checkpoint of a run's version"
+        raise FormatError(f"checkpoint {path}", expected=expected, got=got, remedy=remedy)
     return found
 
 

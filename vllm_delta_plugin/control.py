@@ -13,7 +13,7 @@ from typing import Any
 from delta_sync.errors import ChainError, DeltaSyncError, IntegrityError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest
-from delta_sync.plan import Position
+from delta_sync.plan import Plan, Position
 from delta_sync.way_back import plan_back
 from vllm_delta_plugin.engine_commit import RolledBack
 from vllm_delta_plugin.live import Live
@@ -27,6 +27,7 @@ from vllm_delta_plugin.taker import Taker
 class _Command:
     action: str
     version: int | None
+    dry_run: bool
     deadline: float
     future: Future[dict[str, Any]]
 
@@ -46,9 +47,14 @@ class Control:
     def __bool__(self) -> bool:
         return bool(self._queue)
 
-    def submit(self, action: str, version: int | None, timeout: float) -> Future[dict[str, Any]]:
-        """A future answer: {ok, code, error, status}; after ``timeout`` seconds it says that it is still going on."""
-        command = _Command(action, version, time.monotonic() + timeout, Future())
+    def submit(
+        self, action: str, version: int | None, timeout: float, *, dry_run: bool = False
+    ) -> Future[dict[str, Any]]:
+        """A future answer: {ok, code, error, status}; after ``timeout`` seconds it says that it is still going on.
+
+        ``dry_run``: what the run's records say against it is found out, and nothing is changed.
+        """
+        command = _Command(action, version, dry_run, time.monotonic() + timeout, Future())
         with self._lock:
             self._queue.append(command)
         return command.future
@@ -61,8 +67,8 @@ class Control:
                 if now >= command.deadline and not command.future.done():
                     command.future.set_result(self._answer(504, "still going on: look at the status"))
 
-    def obey(self) -> None:
-        """Do the oldest command, whether or not somebody still waits for its answer."""
+    def obey(self) -> bool:
+        """Do the oldest command, whether or not somebody still waits for its answer; False if it was a dry run."""
         command = self._queue[0]
         answer = self._answer(500, "an unexpected error: look at the log")
         try:
@@ -75,29 +81,51 @@ class Control:
                 self._queue.popleft()
                 if not command.future.done():
                     command.future.set_result(answer)
-        logger.info("delta sync: %s %s: %s", command.action, command.version or "", answer["error"] or "done")
+        if not command.dry_run:
+            logger.info("delta sync: %s %s: %s", command.action, command.version or "", answer["error"] or "done")
+        return not command.dry_run
 
     def _do(self, command: _Command) -> None:
-        if command.action == "unpin":
+        if command.dry_run:
+            self._check(command.action, command.version)
+        elif command.action == "unpin":
             self._hold(None)
         elif command.action == "reload":
             self._reload()
         else:
             self._go(command.action, command.version)
 
-    def _go(self, action: str, version: int | None) -> None:
+    def _check(self, action: str, version: int | None) -> None:
+        """Raise what the command would raise before it fetches anything."""
+        if action == "reload":
+            self._way(self._reloaded(), None, anchor=True)
+        elif action != "unpin":
+            target, at = self._aim(action, version)
+            if target.version > at.version:
+                self._way(target, at)
+            elif target.sha256 != at.manifest:
+                try:
+                    plan_back(self._ledger, target, at)
+                except (ChainError, IntegrityError):
+                    self._way(target, None)
+
+    def _aim(self, action: str, version: int | None) -> tuple[Manifest, Position]:
+        """The version to hold, and what is served; ChainError if it lies in the other direction."""
         at = self._live.position
         if at is None:
             raise ChainError(action, expected="a version that is served", got="none yet")
         target = self._ledger.manifest(at.version, at.manifest) if version is None else self._ledger.manifest(version)
-        forward = target.version > at.version
-        if action == "rollback" and forward:
+        if action == "rollback" and target.version > at.version:
             raise ChainError(action, expected=f"version {at.version} or an older one", got=version, remedy="use pin")
         if action == "pin" and target.version < at.version:
             raise ChainError(
                 action, expected=f"version {at.version} or a newer one", got=version, remedy="use rollback"
             )
-        if forward:
+        return target, at
+
+    def _go(self, action: str, version: int | None) -> None:
+        target, at = self._aim(action, version)
+        if target.version > at.version:
             self._take(target, at)
         elif target.sha256 != at.manifest:
             self._go_back(target, at)
@@ -116,18 +144,24 @@ class Control:
             self._take(target, None)
 
     def _take(self, target: Manifest, at: Position | None, *, anchor: bool = False) -> None:
+        self._taker.take(self._way(target, at, anchor=anchor))
+
+    def _way(self, target: Manifest, at: Position | None, *, anchor: bool = False) -> Plan:
         plan = self._ledger.plan(at, self._live.state_digest, prefer_anchor=anchor, target=target)
         if plan is None:
             raise ChainError(f"way to version {target.version}", expected="a plan", got="none in an empty run")
-        self._taker.take(plan)
+        return plan
 
     def _reload(self) -> None:
         """Read all live memory, then compare it with the newest anchor and its chain and take what differs."""
         self._scan()
+        self._take(self._reloaded(), None, anchor=True)
+
+    def _reloaded(self) -> Manifest:
         target = self.target or self._ledger.head()
         if target is None:
             raise ChainError("reload", expected="a version", got="an empty run")
-        self._take(target, None, anchor=True)
+        return target
 
     def _hold(self, target: Manifest | None) -> None:
         self.target = target

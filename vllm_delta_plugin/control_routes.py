@@ -1,4 +1,4 @@
-"""POST /delta_sync/pin, unpin, rollback, reload (admin key) and hint (API key)."""
+"""POST /delta_sync/pin, unpin, rollback, reload (admin key) and hint (API key); GET of the first four is a dry run."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ def attach(app: FastAPI) -> None:
     """Add the routes."""
     for action in ("pin", "unpin", "rollback", "reload"):
         app.add_api_route(f"/delta_sync/{action}", _route(action), methods=["POST"], name=action)
+        app.add_api_route(f"/delta_sync/{action}", _route(action, dry_run=True), methods=["GET"], name=f"may_{action}")
     app.add_api_route("/delta_sync/hint", hint, methods=["POST"])
 
 
-def _route(action: str) -> Callable[..., Awaitable[Any]]:
+def _route(action: str, *, dry_run: bool = False) -> Callable[..., Awaitable[Any]]:
     async def route(request: Request, version: int | None = None) -> Response:
-        return await _command(action, request, version)
+        return await _command(action, request, version, dry_run)
 
     return route
 
 
-async def _command(action: str, request: Request, version: int | None) -> Response:
-    """Done on every engine: 200 and the status; else the worst engine's code and reason.
+async def _command(action: str, request: Request, version: int | None, dry_run: bool) -> Response:
+    """Done on every engine, or could be: 200 and the status; else the worst engine's code and reason.
 
     ``?version=``: needed for rollback; pin holds what is served without one. The others take none.
     """
@@ -41,7 +42,8 @@ async def _command(action: str, request: Request, version: int | None) -> Respon
         seconds = read_timeout(request.headers, _COMMAND)
     except FormatError as error:
         return refuse(400, str(error))
-    answers = await ask_as_operator(request, "delta_sync_control", action, version, seconds, timeout=seconds + _SECONDS)
+    order = (action, version, seconds, dry_run)
+    answers = await ask_as_operator(request, "delta_sync_control", *order, timeout=seconds + _SECONDS)
     if isinstance(answers, Response):
         return answers
     status = merge([answer["status"] for answer in answers])

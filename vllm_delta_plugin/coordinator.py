@@ -77,9 +77,11 @@ class Coordinator:
         """A future status, done when ``version`` (default: the newest now) is served or time is over."""
         return self._waiters.add(version, timeout)
 
-    def command(self, action: str, version: int | None, timeout: float) -> Future[dict[str, Any]]:
+    def command(
+        self, action: str, version: int | None, timeout: float, dry_run: bool = False
+    ) -> Future[dict[str, Any]]:
         """A future answer to what an operator asks; see Control.submit."""
-        future = self._control.submit(action, version, timeout)
+        future = self._control.submit(action, version, timeout, dry_run=dry_run)
         self._wake.set()
         return future
 
@@ -147,8 +149,8 @@ class Coordinator:
         self._serve_waiters()
         self._audit()
         if self._control and not self._live.must_audit:
-            self._control.obey()
-            self._arrived()
+            if self._control.obey():
+                self._arrived()
             return
         try:
             with self._asking():

@@ -118,9 +118,11 @@ class DeltaSync:
         """Status once ``version`` (default: the newest now) is served, or after ``timeout`` seconds."""
         return self._coordinator.wait_for(version, timeout)
 
-    def control(self, action: str, version: int | None, timeout: float) -> Future[dict[str, Any]]:
-        """A future answer to pin, unpin, rollback or reload."""
-        return self._coordinator.command(action, version, timeout)
+    def control(
+        self, action: str, version: int | None, timeout: float, dry_run: bool = False
+    ) -> Future[dict[str, Any]]:
+        """A future answer to pin, unpin, rollback or reload, or with ``dry_run`` to whether that could be done."""
+        return self._coordinator.command(action, version, timeout, dry_run)
 
     def hint(self) -> dict[str, Any]:
         """Look at the store at once; the status before."""

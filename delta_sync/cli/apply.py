@@ -13,15 +13,16 @@ import typer
 from delta_sync.checkpoint import Checkpoint
 from delta_sync.cli.checkpoint_out import write_checkpoint
 from delta_sync.cli.diff import AFTER, BEFORE
-from delta_sync.cli.report import FINE, AsJson, Report, finish, many, size
-from delta_sync.cli.run import PublicKey, checked_uri, open_ledger, split_version, version_of
-from delta_sync.cli.weights import Weights, read_delta, read_object_file
+from delta_sync.cli.report import FINE, AsJson, Report, finish, many, printable, size
+from delta_sync.cli.run import PublicKey, checked_uri, local_path, open_ledger, split_version, version_of
+from delta_sync.cli.weights import Weights, naming, read_delta, read_object_file
 from delta_sync.container import read_container
 from delta_sync.context_file import decode_against
 from delta_sync.delta_header import DeltaHeader, from_metadata
 from delta_sync.digest import state_digest
-from delta_sync.errors import ChainError, FormatError, IntegrityError
+from delta_sync.errors import ChainError, IntegrityError
 from delta_sync.limits import DEFAULT_LIMITS
+from delta_sync.store.open import redact_uri
 from delta_sync.tensor_delta import TensorDelta
 
 
@@ -44,9 +45,16 @@ def apply(
     *deltas, folder = paths
     if os.path.lexists(folder):
         raise typer.BadParameter(f"{folder} exists: name a folder that does not", param_hint="DIR")
-    for uri, version in (split_version(source) for source in deltas if not Path(source).is_file()):
-        if version is not None:
-            checked_uri(uri)
+    for source in deltas:
+        uri, version = split_version(source)
+        if _is_file(source):
+            continue
+        if version is None:
+            got = printable(redact_uri(source))
+            raise typer.BadParameter(
+                f"expected a file, or a version of a run as URI@VERSION, got {got}", param_hint="DELTA"
+            )
+        checked_uri(uri)
     finish(as_json, lambda: _report(base, deltas, Path(folder), public_key, dry_run=dry_run))
 
 
@@ -66,7 +74,7 @@ def _report(base: Path, sources: Sequence[str], folder: Path, keys: list[str] | 
     weights = Weights(checkpoint)
     applied, last = 0, None
     for source in sources:
-        step = _of_file(Path(source), weights) if Path(source).is_file() else _of_run(source, weights, keys)
+        step = _of_file(Path(source), weights) if _is_file(source) else _of_run(source, weights, keys)
         _check_order(last, step)
         _advance(weights, step)
         applied, last = applied + sum(delta.changed for delta in step.deltas), step
@@ -90,12 +98,13 @@ def _report(base: Path, sources: Sequence[str], folder: Path, keys: list[str] | 
     return Report(document, [f"{done}{' proven' if proven else ''}", where], FINE, [] if proven else [doubt])
 
 
+def _is_file(source: str) -> bool:
+    return (path := local_path(source)) is not None and path.is_file()
+
+
 def _of_run(source: str, weights: Weights, keys: list[str] | None) -> _Step:
     """A version of a run; ChainError if it does not change ``weights``."""
     uri, version = split_version(source)
-    if version is None:
-        expected = "a file, or a version of a run as URI@VERSION"
-        raise FormatError(f"delta {source}", expected=expected, got="neither")
     ledger = open_ledger(uri, keys)
     manifest = version_of(ledger, version)
     parent = ledger.parent(manifest) if manifest.kind == "delta" else None
@@ -111,10 +120,11 @@ def _of_run(source: str, weights: Weights, keys: list[str] | None) -> _Step:
 def _of_file(path: Path, weights: Weights) -> _Step:
     """A delta object; ChainError if it says that it does not change ``weights``."""
     data = read_object_file(path)
-    extra = from_metadata(read_container(data, DEFAULT_LIMITS)[0], DEFAULT_LIMITS)[0].extra
-    if before := extra.get(BEFORE):  # before it is decoded: what is coded against other bits is not even readable
-        _check_base(str(path), before, weights)
-    return _Step(str(path), *decode_against(data, weights.base), extra.get(BEFORE), extra.get(AFTER))
+    with naming(str(path), "name deltas, then the folder to write"):
+        extra = from_metadata(read_container(data, DEFAULT_LIMITS)[0], DEFAULT_LIMITS)[0].extra
+        if before := extra.get(BEFORE):  # before it is decoded: what is coded against other bits is not even readable
+            _check_base(str(path), before, weights)
+        return _Step(str(path), *decode_against(data, weights.base), extra.get(BEFORE), extra.get(AFTER))
 
 
 def _check_base(source: str, before: str, weights: Weights) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from delta_sync.cli.report import FINE, AsJson, Report, finish, many, size
-from delta_sync.cli.run import PublicKey, checked_uri, open_ledger, version_of
+from delta_sync.cli.run import PublicKey, checked_run, open_ledger, read_signing_key, version_of
 from delta_sync.cli.weights import Weights, read_delta, rebuild
 from delta_sync.context_codec import CONTEXT_CODEC
 from delta_sync.delta import fold
@@ -17,7 +17,6 @@ from delta_sync.fold_writer import attach_fold
 from delta_sync.ledger import AnchorRef, Ledger
 from delta_sync.manifest import FoldRecord, Manifest, TensorState
 from delta_sync.planner import downwards
-from delta_sync.signing import load_signing_key
 from delta_sync.store.memory import MemoryStore
 from delta_sync.tensor_delta import TensorDelta
 
@@ -25,7 +24,7 @@ Path = list[Manifest]  # oldest first, without the base
 
 
 def compact(
-    uri: Annotated[str, typer.Argument(metavar="URI", callback=checked_uri, help="The run's folder or bucket.")],
+    uri: Annotated[str, typer.Argument(metavar="URI", callback=checked_run, help="The run's folder or bucket.")],
     start: Annotated[
         int | None, typer.Option("--from", min=1, metavar="U", help="Base version; else the newest anchor's below V.")
     ] = None,
@@ -47,7 +46,7 @@ def compact(
 
 
 def _report(ledger: Ledger, start: int | None, end: int | None, signing_key: str | None, *, dry_run: bool) -> Report:
-    key = load_signing_key(signing_key) if signing_key else None
+    key = read_signing_key(signing_key)
     base, path = _path(ledger, start, end)
     deltas, states = _folded(ledger, base, path)
     store = MemoryStore(uuid.uuid4().hex) if dry_run else ledger.store

@@ -13,7 +13,7 @@ import typer
 from delta_sync.cli.report import FINE, PROBLEM, UNREACHABLE, AsJson, Report, Table, finish, many
 from delta_sync.cli.server import Answer, ask, checked_servers
 
-ADMIN_KEY, API_KEY = "DELTA_SYNC_ADMIN_KEY", "VLLM_API_KEY"
+ADMIN_KEY = "DELTA_SYNC_ADMIN_KEY"
 AT_ONCE = 32  # servers that are asked at the same time
 
 Servers = Annotated[
@@ -21,7 +21,7 @@ Servers = Annotated[
     typer.Option("--server", metavar="URL", help="A server, as http://HOST:PORT; may be given several times."),
 ]
 Timeout = Annotated[float, typer.Option(min=1, max=3600, help="Seconds that each server may take.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Ask for each server's status, and change nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Ask each server whether it could, and change nothing.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 
@@ -73,18 +73,17 @@ class _Order:
 
 def _order(order: _Order, as_json: bool, dry_run: bool, question: str | None = None) -> None:
     servers = checked_servers(order.servers)
-    key = os.environ.get(ADMIN_KEY) or (os.environ.get(API_KEY) if dry_run else None)
-    if not key and not dry_run:
+    key = os.environ.get(ADMIN_KEY)
+    if not key:
         remedy = f"export {ADMIN_KEY}=…, the one that the servers were started with"
         raise typer.BadParameter(f"{ADMIN_KEY} is not set: {remedy}", param_hint="environment")
     if question and not dry_run:
         typer.confirm(question, abort=True, err=True)
 
     def one(url: str) -> Answer:
-        if dry_run:
-            return ask("GET", url, "/delta_sync/status", key, order.timeout)
         query = "" if order.version is None else f"?version={order.version}"
-        return ask("POST", url, f"/delta_sync/{order.action}{query}", key, order.timeout)
+        method = "GET" if dry_run else "POST"  # a server whose release knows no dry run refuses the GET
+        return ask(method, url, f"/delta_sync/{order.action}{query}", key, order.timeout)
 
     finish(as_json, lambda: _report(order, servers, _all(servers, one), dry_run))
 

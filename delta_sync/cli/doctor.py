@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import typer
 
 from delta_sync.cli.report import FINE, PROBLEM, UNREACHABLE, AsJson, Report, Table, finish, many, size
-from delta_sync.cli.run import checked_uri
+from delta_sync.cli.run import checked_run
 from delta_sync.cli.timed_store import TimedStore
 from delta_sync.errors import ConflictError, DeltaSyncError, NotFoundError
 from delta_sync.ledger import Ledger
@@ -30,7 +30,7 @@ Result = Literal["ok", "warn", "fail", "n/a"]
 
 
 def doctor(
-    uri: Annotated[str, typer.Argument(metavar="URI", callback=checked_uri, help="The run's folder or bucket.")],
+    uri: Annotated[str, typer.Argument(metavar="URI", callback=checked_run, help="The run's folder or bucket.")],
     read_only: Annotated[bool, typer.Option("--read-only", help="Write nothing: for a replica's credentials.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a call to the store has failed.")] = 60.0,
     as_json: AsJson = False,

@@ -7,13 +7,13 @@ from typing import Annotated
 import typer
 
 from delta_sync.cli.report import FINE, AsJson, Report, finish, many, size
-from delta_sync.cli.run import AckUri, PublicKey, checked_uri, open_ledger
+from delta_sync.cli.run import AckUri, PublicKey, checked_run, open_ledger
 from delta_sync.ledger import Ledger
 from delta_sync.retention import DEFAULT_GRACE, Trim, delete, find_trim
 
 
 def gc(
-    uri: Annotated[str, typer.Argument(metavar="URI", callback=checked_uri, help="The run's folder or bucket.")],
+    uri: Annotated[str, typer.Argument(metavar="URI", callback=checked_run, help="The run's folder or bucket.")],
     keep: Annotated[int, typer.Option(min=1, help="Newest anchors that stay, with the versions from there on.")],
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds that what is no longer needed stays for who is reading it.")

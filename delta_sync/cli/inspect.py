@@ -15,13 +15,13 @@ import typer
 
 from delta_sync.adapter import read_adapter
 from delta_sync.bitmap import Bits
-from delta_sync.checkpoint import Checkpoint
+from delta_sync.checkpoint import Checkpoint, is_checkpoint
 from delta_sync.cli.compare import most_changed_table
 from delta_sync.cli.dashboard.heat import layer_of
 from delta_sync.cli.inspect_weights import is_delta, report_adapter, report_weights
 from delta_sync.cli.report import AsJson, Report, Table, bar, finish, many, percent, size
-from delta_sync.cli.run import checked_uri, open_ledger, split_version, version_of
-from delta_sync.cli.weights import Weights, no_base, read_delta, read_object_file, rebuild
+from delta_sync.cli.run import checked_uri, local_path, open_ledger, split_version, version_of
+from delta_sync.cli.weights import Weights, naming, no_base, read_delta, read_object_file, rebuild
 from delta_sync.container import read_container
 from delta_sync.context_codec import CONTEXT_CODEC
 from delta_sync.context_file import decode_against
@@ -33,7 +33,9 @@ from delta_sync.tensor_delta import TensorDelta
 
 
 def inspect(
-    what: Annotated[str, typer.Argument(metavar="FILE|URI[@VERSION]", help="A delta, a checkpoint, or a version.")],
+    what: Annotated[
+        str, typer.Argument(metavar="FILE|CKPT|URI[@VERSION]", help="A delta, a checkpoint, or a version.")
+    ],
     top: Annotated[int, typer.Option(min=1, help="How many of the most changed tensors and layers to show.")] = 10,
     base: Annotated[
         Path | None, typer.Option(metavar="CKPT", help="The weights that FILE changes, if it is coded against them.")
@@ -42,11 +44,12 @@ def inspect(
 ) -> None:
     """Header, tensors, gaps, ULP steps and where the model changes; the newest version if none is named.
 
-    Of complete weights (a safetensors file, an origin, an anchor) the tensors. A version that is coded against the old
-    bits is decoded against them, which reads an anchor.
+    Of complete weights (a checkpoint's folder or file, an origin, an anchor) the tensors. A version that is coded
+    against the old bits is decoded against them, which reads an anchor.
     """
-    if Path(what).is_file():
-        finish(as_json, lambda: _of_file(Path(what), base, top))
+    path = local_path(what)
+    if path is not None and (path.is_file() or is_checkpoint(path)):
+        finish(as_json, lambda: _of_path(path, base, top))
     uri, version = split_version(what)
     finish(as_json, lambda: _of_version(open_ledger(checked_uri(uri)), version, top))
 
@@ -54,12 +57,13 @@ def inspect(
 Object = tuple[str, bytes, DeltaHeader, list[TensorDelta]]
 
 
-def _of_file(path: Path, base: Path | None, top: int) -> Report:
-    if not is_delta(path):
-        return report_weights(str(path), ((name, *head[1:]) for name, head in Checkpoint(path).heads.items()))
-    data = read_object_file(path)
-    bits = no_base if base is None else Weights(Checkpoint(base)).base
-    return _report(str(path), [(str(path), data, *decode_against(data, bits))], top)
+def _of_path(path: Path, base: Path | None, top: int) -> Report:
+    with naming(str(path), "name a delta, a checkpoint or URI@VERSION"):
+        if path.is_dir() or not is_delta(path):
+            return report_weights(str(path), ((name, *head[1:]) for name, head in Checkpoint(path).heads.items()))
+        data = read_object_file(path)
+        bits = no_base if base is None else Weights(Checkpoint(base)).base
+        return _report(str(path), [(str(path), data, *decode_against(data, bits))], top)
 
 
 def _of_version(ledger: Ledger, version: int | None, top: int) -> Report:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from delta_sync.cli.report import AsJson, Report, finish
+from delta_sync.errors import DeltaSyncError
 from delta_sync.signing import generate_signing_key
+
+if TYPE_CHECKING:
+    from delta_sync.keys import SigningKey
 
 
 def keygen(
@@ -17,13 +22,19 @@ def keygen(
 ) -> None:
     """Make a pair of ed25519 keys: PATH for the trainer alone, PATH.pub for all replicas.
 
-    Exits with 1 if either exists: a key is never overwritten.
+    Neither may exist yet: a key is never overwritten.
     """
-    finish(as_json, lambda: _report(path))
+    for taken in (path, path.with_name(f"{path.name}.pub")):
+        if os.path.lexists(taken):
+            raise typer.BadParameter(f"{taken} exists: name a file that does not", param_hint="PATH")
+    try:
+        key = generate_signing_key()
+    except DeltaSyncError as error:  # the library for it is not installed
+        raise typer.BadParameter(str(error), param_hint="keygen") from None
+    finish(as_json, lambda: _report(path, key))
 
 
-def _report(path: Path) -> Report:
-    key = generate_signing_key()
+def _report(path: Path, key: SigningKey) -> Report:
     public = key.save(path)
     document: dict[str, object] = {
         "id": key.id,

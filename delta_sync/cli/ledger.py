@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from delta_sync.cli.report import FINE, PROBLEM, AsJson, Report, Table, finish
-from delta_sync.cli.run import AckUri, PublicKey, checked_uri, newest, open_ledger
+from delta_sync.cli.run import AckUri, PublicKey, checked_run, newest, open_ledger
 from delta_sync.cli.run_tables import replicas_table, versions_table
 from delta_sync.cli.view import RunView
 
 
 def ledger(
-    uri: Annotated[str, typer.Argument(metavar="URI", callback=checked_uri, help="The run's folder or bucket.")],
+    uri: Annotated[str, typer.Argument(metavar="URI", callback=checked_run, help="The run's folder or bucket.")],
     last: Annotated[int | None, typer.Option(min=1, help="Only so many of the newest versions.")] = None,
     ack_uri: AckUri = None,
     public_key: PublicKey = None,

@@ -12,11 +12,11 @@ import typer
 
 from delta_sync.adapter import CONFIG, WEIGHTS, read_adapter
 from delta_sync.anchor_files import INDEX
+from delta_sync.checkpoint import Checkpoint
 from delta_sync.cli.checkpoint_out import write_checkpoint, write_folder
 from delta_sync.cli.report import FINE, AsJson, Report, finish, many, size
 from delta_sync.cli.run import PublicKey, checked_uri, open_ledger, split_version, version_of
 from delta_sync.cli.weights import rebuild
-from delta_sync.errors import ChainError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import AnchorRecord, Manifest
 from delta_sync.store.keys import anchor_folder
@@ -25,32 +25,37 @@ from delta_sync.store.keys import anchor_folder
 def materialize(
     what: Annotated[str, typer.Argument(metavar="URI[@VERSION]", help="A run, or one of its versions.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; must not exist yet.")],
+    base: Annotated[
+        Path | None,
+        typer.Option(metavar="CKPT", help="Weights of an older version, such as the model that the run began with."),
+    ] = None,
     public_key: PublicKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a version's weights as a Hugging Face checkpoint, proven by digest before it is put in place.
 
     Of a version that is an adapter, a folder that PEFT loads over the base model.
-    Starts from the nearest anchor below and applies the deltas behind it; holds one model and one file in memory.
-    Config and tokenizer are the anchor's.
+    Starts from the nearest anchor below, or from CKPT, and applies the deltas behind it; holds one model and one file
+    in memory. Config and tokenizer are the anchor's, or CKPT's.
     """
     uri, version = split_version(what)
     checked_uri(uri)
     if os.path.lexists(folder):
         raise typer.BadParameter(f"{folder} exists: name a folder that does not", param_hint="DIR")
-    finish(as_json, lambda: _report(open_ledger(uri, public_key), version, folder))
+    finish(as_json, lambda: _report(open_ledger(uri, public_key), version, folder, base))
 
 
-def _report(ledger: Ledger, version: int | None, folder: Path) -> Report:
+def _report(ledger: Ledger, version: int | None, folder: Path, base: Path | None) -> Report:
     target = version_of(ledger, version)
     if target.kind == "adapter":
         return _adapter(ledger, target, folder)
-    anchor, deltas, names = write_version(ledger, target, folder)
+    anchor, deltas, names = write_version(ledger, target, folder, base)
     total = sum((folder / name).stat().st_size for name in names)
     document: dict[str, object] = {
         "uri": ledger.store.uri,
         "version": target.version,
-        "anchor": anchor.version,
+        "anchor": anchor and anchor.version,
+        "base": None if anchor else str(base),
         "deltas": deltas,
         "state_digest": target.state_digest,
         "folder": str(folder),
@@ -58,11 +63,11 @@ def _report(ledger: Ledger, version: int | None, folder: Path) -> Report:
         "bytes": total,
     }
     done = f"version {target.version} in {folder}: {many(len(names), 'file')}, {size(total)}"
-    start = f"from the anchor of version {anchor.version} and {many(deltas, 'delta')}"
-    how = f"{start}; state digest {target.state_digest[:16]} proven"
+    start = f"the anchor of version {anchor.version}" if anchor else str(base)
+    how = f"from {start} and {many(deltas, 'delta')}; state digest {target.state_digest[:16]} proven"
     if "config.json" in names:
         return Report(document, [done, how], FINE)
-    lacking = "the anchor has no config.json: put the model's config and tokenizer beside the weights"
+    lacking = f"{start} has no config.json: put the model's config and tokenizer beside the weights"
     return Report(document, [done, how], FINE, [lacking])
 
 
@@ -89,16 +94,17 @@ def _adapter(ledger: Ledger, target: Manifest, folder: Path) -> Report:
     return Report(document, [done, f"{how} {target.state_digest[:16]}"], FINE)
 
 
-def write_version(ledger: Ledger, target: Manifest, folder: Path) -> tuple[AnchorRecord, int, list[str]]:
-    """Write a version's checkpoint; the anchor it began at, the deltas after that, the files' names.
+def write_version(
+    ledger: Ledger, target: Manifest, folder: Path, base: Path | None = None
+) -> tuple[AnchorRecord | None, int, list[str]]:
+    """Write a version's checkpoint; the anchor it began at if not at ``base``, the deltas after, the files' names.
 
-    ChainError without an anchor.
+    ChainError without either.
     """
-    plan, weights = rebuild(ledger, target)
-    if plan.anchor is None:
-        raise ChainError(f"version {target.version}", expected="an anchor at or below it", got="none")
-    names = write_checkpoint(folder, weights, target.state_digest, _others(ledger, plan.anchor))
-    return plan.anchor, len(plan.deltas), names
+    start = None if base is None else Checkpoint(base)
+    plan, weights = rebuild(ledger, target, start)
+    others = _others(ledger, plan.anchor) if plan.anchor else start.others().items() if start else ()
+    return plan.anchor, len(plan.deltas), write_checkpoint(folder, weights, target.state_digest, others)
 
 
 def _others(ledger: Ledger, anchor: AnchorRecord) -> Iterator[tuple[str, bytes]]:

@@ -7,18 +7,29 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from delta_sync.cli.mirror_look import look
-from delta_sync.cli.report import FINE, PROBLEM, UNREACHABLE, Report, Table, as_text, finish, many, printable, size
-from delta_sync.cli.run import PublicKey, checked_uri
+from delta_sync.cli.report import (
+    FINE,
+    PROBLEM,
+    UNREACHABLE,
+    Report,
+    Table,
+    as_text,
+    finish,
+    gist,
+    many,
+    printable,
+    size,
+)
+from delta_sync.cli.run import PublicKey, checked_run, read_public_keys
 from delta_sync.cli.timed_store import TimedStore
 from delta_sync.fan_out import Copying, Line, Options, fan_out
-from delta_sync.signing import load_public_keys
 from delta_sync.store.cache import MAX_BYTES, ObjectCache, default_folder
 from delta_sync.store.open import shown_uri
 
@@ -28,7 +39,7 @@ Lines = Sequence[Line]
 
 
 def mirror(
-    source: Annotated[str, typer.Argument(metavar="SRC", callback=checked_uri, help="The run to follow.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", callback=checked_run, help="The run to follow.")],
     destinations: Annotated[list[str], typer.Argument(metavar="DST...", help="Empty stores, or earlier copies.")],
     once: Annotated[bool, typer.Option("--once", help="Copy what is there now, and end.")] = False,
     from_anchor: Annotated[
@@ -50,15 +61,16 @@ def mirror(
     Follows the run until a signal ends it, or with --once copies what is there. Replicas follow a DST like SRC.
     Exits with 1 if a copy is not whole, with 3 if a store did not answer.
     """
-    targets = {checked_uri(uri): uri for uri in destinations}
+    targets = {checked_run(uri): uri for uri in destinations}
     if shown_uri(source) in {shown_uri(uri) for uri in targets} or len(targets) < len(destinations):
         raise typer.BadParameter("SRC and all DST must differ", param_hint="DST")
+    keys = read_public_keys(public_key)
     if dry_run:
         finish(as_json, lambda: look(source, list(targets)))
     objects = ObjectCache(cache or default_folder(), int(cache_gib * 2**30))
 
     def report() -> Report:
-        options = Options(once, from_anchor, check, poll, load_public_keys(public_key or ()))
+        options = Options(once, from_anchor, check, poll, keys)
         stop = threading.Event()
         with _ended_by_signals(stop):
             store = TimedStore(source)
@@ -94,10 +106,16 @@ class _Shown:
 
     def update(self, lines: Lines) -> None:
         for line in lines:
-            if line != self._last.get(line.uri):
-                self._last[line.uri] = line
+            if (new := _news(line)) != self._last.get(line.uri):
+                self._last[line.uri] = new
                 text = as_text(_document(line)) if self._as_json else _sentence(line)
                 typer.echo(text if self._as_json else printable(text))
+
+
+def _news(line: Line) -> Line:
+    """What of a line is worth another one: that a store fails still is not."""
+    problems = tuple(map(gist, line.problems)) if line.state == "retrying" else line.problems
+    return replace(line, tries=0, problems=problems)
 
 
 def _sentence(line: Line) -> str:

@@ -1,4 +1,4 @@
-"""What a mirror would copy, found by listing both sides and reading nothing."""
+"""What a mirror would copy, found by listing both sides and reading nothing but claims of epochs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from delta_sync.cli.report import FINE, PROBLEM, Report, Table, size
 from delta_sync.cli.timed_store import TimedStore
+from delta_sync.limits import DEFAULT_LIMITS
 from delta_sync.store.base import Store
 from delta_sync.store.keys import ANCHORS, EPOCHS, FOLDS, MANIFESTS
 from delta_sync.store.open import shown_uri
@@ -16,8 +17,9 @@ COPIED = (EPOCHS, "deltas/", "adapters/", MANIFESTS, ANCHORS, FOLDS)
 
 def look(source: str, targets: Sequence[str]) -> Report:
     """One row for each destination: objects that it lacks, at most, and whether it is another's."""
-    wanted = _sizes(TimedStore(source))
-    rows = [_row(uri, wanted) for uri in targets]
+    store = TimedStore(source)
+    wanted = _sizes(store)
+    rows = [_row(uri, store, wanted) for uri in targets]
     document: dict[str, object] = {"source": shown_uri(source), "dry_run": True, "destinations": rows}
     columns = ("destination", "result", ">objects", ">bytes")
     cells = [[row["uri"], row["result"], row["objects"], size(row["bytes"])] for row in rows]
@@ -26,10 +28,12 @@ def look(source: str, targets: Sequence[str]) -> Report:
     return Report(document, [Table(shown_uri(source), columns, cells)], PROBLEM if refused else FINE, errors)
 
 
-def _row(uri: str, wanted: dict[str, int]) -> dict[str, Any]:
-    there = _sizes(TimedStore(uri))
+def _row(uri: str, source: Store, wanted: dict[str, int]) -> dict[str, Any]:
+    target = TimedStore(uri)
+    there = _sizes(target)
     missing = [key for key, count in wanted.items() if there.get(key) != count]
-    foreign = sorted(key for key in there if key.startswith(EPOCHS) and key not in wanted)
+    claims = [key for key in sorted(there) if key.startswith(EPOCHS)]
+    foreign = [key for key in claims if key not in wanted or _claim(target, key) != _claim(source, key)]
     return {
         "uri": shown_uri(uri),
         "result": "would refuse" if foreign else "would copy" if missing else "nothing to copy",
@@ -37,6 +41,10 @@ def _row(uri: str, wanted: dict[str, int]) -> dict[str, Any]:
         "bytes": sum(wanted[key] for key in missing),
         "foreign": foreign,
     }
+
+
+def _claim(store: Store, key: str) -> bytes:
+    return store.get(key, max_bytes=DEFAULT_LIMITS.manifest_bytes)
 
 
 def _sizes(store: Store) -> dict[str, int]:

@@ -14,15 +14,15 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 
-from delta_sync.checkpoint import Checkpoint
-from delta_sync.cli.control import API_KEY
+from delta_sync.checkpoint import Checkpoint, is_checkpoint
 from delta_sync.cli.materialize import write_version
 from delta_sync.cli.report import FINE, PROBLEM, AsJson, Report, Table, finish
-from delta_sync.cli.run import PublicKey, checked_uri, open_ledger, split_version, version_of
+from delta_sync.cli.run import PublicKey, checked_uri, local_path, open_ledger, split_version, version_of
 from delta_sync.cli.server import Answer, ask, checked_servers
 from delta_sync.errors import DeltaSyncError, FormatError, StoreError
 from delta_sync.mismatch import Mismatch, mismatch
 
+API_KEY = "VLLM_API_KEY"
 Precision = Literal["auto", "float32", "bfloat16", "float16", "autocast"]
 PROMPTS = (
     "The capital of France is",
@@ -48,7 +48,9 @@ def parity(
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Several times for more.")
     ] = None,
-    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="One prompt a line.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="One prompt a line.")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens that the server samples after each prompt.")] = 64,
     seed: Annotated[int, typer.Option(help="Of the server's sampling.")] = 0,
     fail_above: Annotated[float | None, typer.Option(metavar="K3", help="Exit with 1 if the mean is above.")] = None,
@@ -151,7 +153,8 @@ def _doubts(document: dict[str, Any], failed: bool, fail_above: float | None) ->
 
 def _is_checkpoint(what: str) -> bool:
     """A run may be a local folder too, but has no weights at its top."""
-    return any(Path(what).glob("*.safetensors"))
+    path = local_path(what)
+    return path is not None and is_checkpoint(path)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -136,6 +137,11 @@ def _print_plain(table: Table) -> None:
             for text, width, column in zip(line, widths, table.columns, strict=True)
         )
         typer.echo("  ".join(cells).rstrip())
+
+
+def gist(text: str) -> str:
+    """A message without its numbers: a failure that repeats has other times and ports, and is said once."""
+    return re.sub(r"[0-9]+(?:\.[0-9]+)?", "#", text)
 
 
 def percent(part: int, whole: int) -> str:

@@ -9,14 +9,13 @@ import typer
 
 from delta_sync.claims import check_reset_key, claim_reset, newest_claim, reset_pending
 from delta_sync.cli.report import FINE, AsJson, Report, age, finish
-from delta_sync.cli.run import DAMAGE, PublicKey, checked_uri, open_ledger
+from delta_sync.cli.run import DAMAGE, PublicKey, checked_run, open_ledger, read_signing_key
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest
-from delta_sync.signing import load_signing_key
 
 
 def reset(
-    uri: Annotated[str, typer.Argument(metavar="URI", callback=checked_uri, help="The run's folder or bucket.")],
+    uri: Annotated[str, typer.Argument(metavar="URI", callback=checked_run, help="The run's folder or bucket.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would happen, and write nothing.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     public_key: PublicKey = None,
@@ -36,13 +35,13 @@ def reset(
 
 
 def _report(ledger: Ledger, signing_key: str | None, *, dry_run: bool, yes: bool) -> Report:
-    key = load_signing_key(signing_key) if signing_key else None
+    key = read_signing_key(signing_key)
     claim, head = newest_claim(ledger), _head(ledger)
     pending = reset_pending(ledger, head.epoch if head else 0, claim.epoch + 1)
     after = f"version {head.version}" if head else "a version that cannot be read"
     what = f"run {claim.run} after {after}: the next version is an origin with complete weights"
     done = not (dry_run or pending)
-    if done:
+    if not pending:
         check_reset_key(ledger, claim, key)  # before somebody is asked
     if done and not yes:
         typer.confirm(

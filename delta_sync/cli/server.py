@@ -109,7 +109,11 @@ def _said(document: dict[str, Any], raw: bytes, code: int) -> str:
     if isinstance(said, dict):
         said = said.get("message")
     text = str(said) if said else " ".join(raw[:200].decode(errors="replace").split()) or "no reason given"
-    remedy = {401: "set the environment's key to the server's", 404: "is it started with --delta-sync and a key?"}
+    remedy = {
+        401: "set the environment's key to the server's",
+        404: "is it started with --delta-sync and a key?",
+        405: "its release knows no dry run",
+    }
     return f"{text}; {remedy[code]}" if code in remedy else text
 
 

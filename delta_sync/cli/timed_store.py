@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from delta_sync.deadline import StillRunningError, within
-from delta_sync.errors import StoreError
+from delta_sync.errors import NotFoundError, StoreError
 from delta_sync.store.base import ObjectInfo, Store
 from delta_sync.store.open import open_store, redact_uri
 
@@ -17,10 +19,21 @@ Result = TypeVar("Result")
 
 
 class TimedStore(Store):
-    """The store behind a URI; StoreError ``seconds`` after a call began, later by what its bytes take at 1 MiB/s."""
+    """The store behind a URI; StoreError ``seconds`` after a call began, later by what its bytes take at 1 MiB/s.
 
-    def __init__(self, uri: str, seconds: float = SECONDS, *, opened: Callable[[str], Store] = open_store) -> None:
-        self.uri, self._seconds = redact_uri(uri), seconds
+    Nothing more is asked of a store that has failed, and nothing else, for ``patience`` seconds.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        seconds: float = SECONDS,
+        *,
+        opened: Callable[[str], Store] = open_store,
+        patience: float = math.inf,
+    ) -> None:
+        self.uri, self._seconds, self._patience = redact_uri(uri), seconds, patience
+        self._failed = 0.0  # seconds that went into failing calls since one that did not
         self.inner = self._timed("open", 0, lambda: opened(uri))
         self.uri = self.inner.uri
 
@@ -65,10 +78,20 @@ class TimedStore(Store):
         self.inner.follow()
 
     def _timed(self, doing: str, count: int, call: Callable[[], Result]) -> Result:
-        seconds = self._seconds + count / SLOWEST
+        if self._failed > self._patience:
+            raise self._no_answer(doing, f"none, and none was waited for: it had failed for {self._failed:.0f} s")
+        seconds, began = self._seconds + count / SLOWEST, time.monotonic()
         try:
-            return within(seconds, call)
+            result = within(seconds, call)
         except StillRunningError:
-            remedy = "look at the network and the server, or the file system"
-            got = f"no answer in {seconds:.0f} s"
-            raise StoreError(f"{doing} {self.uri}", expected="an answer", got=got, remedy=remedy) from None
+            self._failed += time.monotonic() - began
+            raise self._no_answer(doing, f"no answer in {seconds:.0f} s") from None
+        except StoreError as error:
+            self._failed = 0.0 if isinstance(error, NotFoundError) else self._failed + time.monotonic() - began
+            raise
+        self._failed = 0.0
+        return result
+
+    def _no_answer(self, doing: str, got: str) -> StoreError:
+        remedy = "look at the network and the server, or the file system"
+        return StoreError(f"{doing} {self.uri}", expected="an answer", got=got, remedy=remedy)

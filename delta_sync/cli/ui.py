@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import webbrowser
 from typing import Annotated
@@ -11,7 +12,7 @@ import typer
 from delta_sync.cli.dashboard.live import LiveRun
 from delta_sync.cli.dashboard.server import DashboardServer
 from delta_sync.cli.report import USAGE, exit_code_of, printable
-from delta_sync.cli.run import AckUri, PublicKey, checked_uri, open_ledger
+from delta_sync.cli.run import AckUri, PublicKey, checked_run, open_ledger
 from delta_sync.cli.view import RunView
 from delta_sync.errors import DeltaSyncError
 
@@ -19,7 +20,7 @@ PORT = 7788
 
 
 def ui(
-    uri: Annotated[str, typer.Argument(metavar="URI", callback=checked_uri, help="The run's folder or bucket.")],
+    uri: Annotated[str, typer.Argument(metavar="URI", callback=checked_run, help="The run's folder or bucket.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = PORT,
     host: Annotated[str, typer.Option(help="The address to listen at; others than loopback let others look.")] = (
         "127.0.0.1"
@@ -44,16 +45,13 @@ def ui(
     except OSError as error:
         typer.echo(f"delta-sync: cannot listen at {host}:{port}: {error}. Remedy: another --port, or 0", err=True)
         raise typer.Exit(USAGE) from None
-    with live, server:
+    with live, server, contextlib.suppress(KeyboardInterrupt):
         typer.echo(f"{server.url}  shows {view.ledger.store.uri}; Ctrl-C ends it")
         if not _is_loopback(host):
             typer.echo("delta-sync: whoever reaches this address can look at the run, without a password", err=True)
         if browser:
             webbrowser.open(server.url)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            typer.echo()
+        server.serve_forever()
 
 
 def _is_loopback(host: str) -> bool:

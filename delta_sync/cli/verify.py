@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -10,15 +11,18 @@ import typer
 
 from delta_sync.adapter import read_adapter
 from delta_sync.anchor_files import Tensor, parse_shard
-from delta_sync.cli.report import FINE, PROBLEM, AsJson, Report, Table, finish, many, size
-from delta_sync.cli.run import DAMAGE, Chain, PublicKey, checked_uri, open_ledger, read_chain
+from delta_sync.cli.report import FINE, PROBLEM, UNREACHABLE, AsJson, Report, Table, exit_code_of, finish, many, size
+from delta_sync.cli.run import DAMAGE, Chain, PublicKey, checked_run, open_ledger, read_chain
 from delta_sync.cli.weights import Deltas, Weights, read_delta
-from delta_sync.errors import ChainError, DeltaSyncError, IntegrityError, SignatureError
+from delta_sync.errors import ChainError, DeltaSyncError, IntegrityError, SignatureError, StoreError
 from delta_sync.ledger import AnchorRef, FoldRef, Ledger
 from delta_sync.manifest import AnchorRecord, Manifest
 from delta_sync.records import read_epoch
 from delta_sync.store.keys import anchor_key, epoch_key, fold_key
 
+PATIENCE = 120.0  # seconds of nothing but failures after which the store is not asked any more
+SHOWN = 20  # things that could not be read; --json has all of them
+_FAILED = (*DAMAGE, StoreError)
 HEAL = "a running trainer puts it again once a replica refuses it; else start one on this run: it attaches an anchor"
 NEW_ANCHOR = "attach a new anchor; until then late replicas start from an older one, if there is any"
 NO_FOLD = "delete it: readers take the deltas instead; delta-sync compact makes it anew"
@@ -27,16 +31,16 @@ GONE = "restart the trainer on this URI: it begins a new chain, with an anchor w
 
 
 def verify(
-    uri: Annotated[str, typer.Argument(metavar="URI", callback=checked_uri, help="The run's folder or bucket.")],
+    uri: Annotated[str, typer.Argument(metavar="URI", callback=checked_run, help="The run's folder or bucket.")],
     public_key: PublicKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Check every manifest, object and anchor of a run, and prove versions by applying them.
 
     With --public-key manifests, anchors and claims of epochs must be signed. Reads everything and holds one model and
-    one file in memory. Exits with 1 if anything is damaged.
+    one file in memory. Exits with 1 if anything is damaged, else with 3 if something could not be read.
     """
-    finish(as_json, lambda: _report(Verification(open_ledger(uri, public_key))))
+    finish(as_json, lambda: _report(Verification(open_ledger(uri, public_key, patience=PATIENCE))))
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,11 @@ class Damage:
 
 @dataclass
 class Verification:
-    """One walk over a run, oldest version first, that goes on after damage."""
+    """One walk over a run, oldest version first, that goes on after damage and what could not be read."""
 
     ledger: Ledger
     damage: list[Damage] = field(default_factory=list)
+    unread: list[Damage] = field(default_factory=list)
     proven: list[int] = field(default_factory=list)
     folds: int = 0
     objects: int = 0
@@ -83,7 +88,7 @@ class Verification:
     def _claim(self, epoch: int, version: int) -> None:
         try:
             read_epoch(self.ledger.store, epoch, self.ledger.keys)
-        except DAMAGE as error:
+        except _FAILED as error:
             self._note(version, epoch_key(epoch), error, CLAIM)
 
     def _reachable(self, chain: Chain, anchored: set[AnchorRef]) -> bool:
@@ -110,7 +115,7 @@ class Verification:
         except ChainError:  # its hash is right; what it decodes to depends on weights that are not known here
             self.bytes += ref.size
             return None
-        except DAMAGE as error:
+        except _FAILED as error:
             self._note(manifest.version, ref.key, error, HEAL)
             return None
         self.bytes += ref.size
@@ -122,7 +127,7 @@ class Verification:
         self.objects += 1
         try:
             read_adapter(self.ledger, manifest)
-        except DAMAGE as error:
+        except _FAILED as error:
             self._note(manifest.version, ref.key, error, HEAL)
         else:
             self.bytes += ref.size
@@ -154,19 +159,23 @@ class Verification:
             wrong = [name for name, state in record.tensors.items() if known.get(name, state) != state]
             if wrong:
                 raise IntegrityError(key, expected="tensors with the version's digests", got=f"others: {wrong[:3]}")
-            for obj in record.objects:
-                key = obj.key
-                self.objects += 1
-                read_delta(self.ledger, record, obj)
-                self.bytes += obj.size
-        except DAMAGE as error:
+        except _FAILED as error:
             self._note(manifest.version, key, error, NO_FOLD)
+            return
+        for obj in record.objects:
+            self.objects += 1
+            try:
+                read_delta(self.ledger, record, obj)
+            except _FAILED as error:
+                self._note(manifest.version, obj.key, error, NO_FOLD)
+            else:
+                self.bytes += obj.size
 
     def _anchor(self, manifest: Manifest) -> None:
         key = anchor_key(manifest.version, manifest.epoch)
         try:
             record = self.ledger.anchor(manifest)
-        except DAMAGE as error:
+        except _FAILED as error:
             self._note(manifest.version, key, error, NEW_ANCHOR)
             return
         if record is None:  # removed since it was listed
@@ -174,7 +183,8 @@ class Verification:
         weights = Weights(self._anchor_tensors(manifest, record), keep=self.weights is None)
         missing = sorted(record.tensors.keys() - weights.states.keys())
         wrong = [name for name, state in weights.states.items() if record.tensors.get(name) != state]
-        whole = not any(damage.object.startswith(key.removesuffix("anchor.json")) for damage in self.damage)
+        folder = key.removesuffix("anchor.json")
+        whole = not any(found.object.startswith(folder) for found in (*self.damage, *self.unread))
         try:
             if missing and whole:
                 raise IntegrityError(key, expected=f"tensors {missing[:3]}", got="shards without them")
@@ -196,17 +206,20 @@ class Verification:
                 data = self.ledger.read_object(ref)
                 if ref.key.endswith(".safetensors"):
                     yield from parse_shard(data, ref.key, self.ledger.limits)
-            except DAMAGE as error:
+            except _FAILED as error:
                 self._note(manifest.version, ref.key, error, NEW_ANCHOR)
             else:
                 self.bytes += ref.size
 
     def _note(self, version: int, key: str, error: DeltaSyncError, remedy: str) -> None:
-        what = error.what.replace(f" of object {key}", "").replace(f" of {key}", "")  # the key is beside it
+        what = re.sub(rf" (of object|object|of|in) {re.escape(key)}", "", error.what)  # the key is beside it
         problem = str(type(error)(what, expected=error.expected, got=error.got))  # and our remedy knows more,
         if isinstance(error, SignatureError) and remedy != NO_FOLD:  # but not of keys
             remedy = error.remedy
-        self.damage.append(Damage(version, key, problem, remedy))
+        if exit_code_of(error) == UNREACHABLE:
+            self.unread.append(Damage(version, key, problem, error.remedy or "see what delta-sync doctor says"))
+        else:
+            self.damage.append(Damage(version, key, problem, remedy))
 
 
 def _report(verification: Verification) -> Report:
@@ -227,6 +240,7 @@ def _report(verification: Verification) -> Report:
         "proven_from": verification.proven[0] if proven else None,
         "signed_by": list(verification.ledger.keys.ids) if verification.ledger.keys else None,
         "damage": [vars(damage) for damage in verification.damage],
+        "unread": [vars(unread) for unread in verification.unread],
     }
     parts: list[Table | str] = [
         f"run {newest.run} at {verification.ledger.store.uri}: versions {first} to {newest.version}",
@@ -241,7 +255,20 @@ def _report(verification: Verification) -> Report:
         parts.append(f"signatures checked against {', '.join(verification.ledger.keys.ids)}")
     if proven < count:
         parts.append("the others have damage below them, or no anchor: only their hashes were checked")
-    if not verification.damage:
-        return Report(document, [*parts, "no damage found"], FINE)
-    rows = [[d.version, d.object, d.problem, d.remedy] for d in verification.damage]
-    return Report(document, [*parts, Table("damage", (">version", "object", "problem", "what to do"), rows)], PROBLEM)
+    code = PROBLEM if verification.damage else UNREACHABLE if verification.unread else FINE
+    return Report(document, [*parts, *_found(verification)], code)
+
+
+def _found(verification: Verification) -> list[Table | str]:
+    """What is wrong, as tables."""
+    parts: list[Table | str] = []
+    for title, found, most in (
+        ("damage", verification.damage, len(verification.damage)),
+        ("could not be read", verification.unread, SHOWN),
+    ):
+        rows = [[each.version, each.object, each.problem, each.remedy] for each in found[:most]]
+        if rows:
+            parts.append(Table(title, (">version", "object", "problem", "what to do"), rows))
+        if len(found) > most:
+            parts.append(f"and {len(found) - most:,} more: --json names all")
+    return parts or ["no damage found"]

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from delta_sync.cli.changes import Changes, sentence
 from delta_sync.cli.ledger import headline
-from delta_sync.cli.report import FINE, PROBLEM, as_text, error_document, exit_code_of, printable, rich_table
-from delta_sync.cli.run import AckUri, PublicKey, checked_uri, open_ledger
+from delta_sync.cli.report import FINE, PROBLEM, as_text, error_document, exit_code_of, gist, printable, rich_table
+from delta_sync.cli.run import AckUri, PublicKey, checked_run, open_ledger
 from delta_sync.cli.run_tables import replicas_table, versions_table
 from delta_sync.cli.view import RunView
 from delta_sync.errors import DeltaSyncError
@@ -26,7 +26,7 @@ OTHER_LINES = 14  # of a terminal, besides the rows of versions and replicas
 
 
 def watch(
-    uri: Annotated[str, typer.Argument(metavar="URI", callback=checked_uri, help="The run's folder or bucket.")],
+    uri: Annotated[str, typer.Argument(metavar="URI", callback=checked_run, help="The run's folder or bucket.")],
     last: Annotated[int, typer.Option(min=1, help="Begin with so many of the newest versions.")] = 20,
     for_seconds: Annotated[
         float | None, typer.Option("--for", metavar="SECONDS", min=0, help="End after so long; else on Ctrl-C.")
@@ -85,11 +85,12 @@ def _lines(as_json: bool) -> Show:
 
     def show(view: RunView, failed: DeltaSyncError | None) -> None:
         events = list(changes.told(view))
-        if (problem := str(failed) if failed else None) != said[0]:
+        problem = str(failed) if failed else None
+        if (new := gist(problem) if problem else None) != said[0]:
             kind = type(failed).__name__ if failed else None
             message = problem or "the run can be read again"
             events.append({"event": "error" if failed else "recovered", "kind": kind, "message": message})
-            said[0] = problem
+            said[0] = new
         for event in events:
             typer.echo(as_text(event) if as_json else printable(sentence(event)))
         sys.stdout.flush()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from delta_sync.anchor_files import Tensor, iter_anchor_tensors
 from delta_sync.bitmap import Bits
+from delta_sync.checkpoint import Checkpoint
 from delta_sync.context_file import decode_against
 from delta_sync.delta import apply
 from delta_sync.delta_file import DeltaHeader
@@ -32,7 +34,8 @@ def read_delta(
     against the weights ``before`` and there are none.
     """
     data = ledger.read_object(ref)
-    header, deltas = decode_against(data, no_base if before is None else before.base, ledger.limits)
+    with naming(ref.key):
+        header, deltas = decode_against(data, no_base if before is None else before.base, ledger.limits)
     for what in ("run", "version", "base_version", "codec"):
         _expect(f"{what} in the header of {ref.key}", getattr(step, what), getattr(header, what))
     for delta in deltas:
@@ -40,6 +43,16 @@ def read_delta(
         promised = None if state is None else (state.dtype, state.shape)
         _expect(f"tensor {delta.name!r} in {ref.key}", promised, (delta.dtype.name, delta.shape))
     return data, header, deltas
+
+
+@contextmanager
+def naming(name: str, remedy: str = "") -> Iterator[None]:
+    """Give errors about bytes the name of where these are, and a remedy where there is none."""
+    try:
+        yield
+    except (FormatError, IntegrityError) as error:
+        what = error.what if name in error.what else f"{error.what} in {name}"
+        raise type(error)(what, expected=error.expected, got=error.got, remedy=error.remedy or remedy) from None
 
 
 def read_object_file(path: Path) -> bytes:
@@ -52,7 +65,7 @@ def read_object_file(path: Path) -> bytes:
 
 def no_base(name: str, kind: DType, shape: tuple[int, ...]) -> Bits:
     """ChainError: a delta coded against the old bits cannot be read alone."""
-    got, remedy = "the delta alone", "see verify and materialize, which begin at an anchor"
+    got, remedy = "the delta alone", "inspect FILE --base CKPT; of a run name URI@VERSION instead of the file"
     raise ChainError(f"tensor {name!r}", expected="the bits that it changes", got=got, remedy=remedy)
 
 
@@ -112,30 +125,47 @@ class Weights:
         _expect(f"state digest at version {step.version}", step.state_digest, state_digest(self.states))
 
 
-def weights_after(ledger: Ledger, plan: Plan) -> Weights:
-    """The weights at a plan's target, proven; ChainError unless it begins at an anchor, else what damage raises."""
-    if plan.anchor is None:
+def weights_after(ledger: Ledger, plan: Plan, base: Checkpoint | None = None) -> Weights:
+    """The weights at the target of a plan that begins at an anchor or at ``base``, proven; else what damage raises."""
+    start = base if plan.anchor is None else iter_anchor_tensors(ledger, plan.anchor)
+    if start is None:
         raise ChainError(f"plan to version {plan.target.version}", expected="an anchor", got="none")
-    weights = Weights(iter_anchor_tensors(ledger, plan.anchor))
+    weights = Weights(start)
     for step in plan.deltas:
         weights.advance(step, [read_delta(ledger, step, ref, weights)[2] for ref in step.objects])
     weights.prove(plan.target)
     return weights
 
 
-def rebuild(ledger: Ledger, target: Manifest) -> tuple[Plan, Weights]:
+def rebuild(ledger: Ledger, target: Manifest, base: Checkpoint | None = None) -> tuple[Plan, Weights]:
     """A version's weights, proven, and the plan that led to them; raises what ``weights_after`` and no start raise.
 
-    Where a fold is damaged or gone it goes over the deltas that the fold was made of, as replicas do.
+    It begins at the nearest anchor, or at the version whose weights are ``base``'s. Where a fold is damaged or gone it
+    goes over the deltas that the fold was made of, as replicas do.
     """
-    plan = build_plan(ledger, target, None, None)
+    known = None if base is None else state_digest(Weights(base, keep=False).states)
+    plan = _plan(ledger, target, known)
     try:
-        return plan, weights_after(ledger, plan)
+        return plan, weights_after(ledger, plan, base)
     except (FormatError, IntegrityError, NotFoundError):
         if not any(isinstance(step, FoldRecord) for step in plan.deltas):
             raise
-    plan = build_plan(ledger, target, None, None, use_folds=False)
-    return plan, weights_after(ledger, plan)
+    plan = _plan(ledger, target, known, use_folds=False)
+    return plan, weights_after(ledger, plan, base)
+
+
+def _plan(ledger: Ledger, target: Manifest, known: str | None, *, use_folds: bool = True) -> Plan:
+    try:
+        return build_plan(ledger, target, None, known, use_folds=use_folds)
+    except ChainError as error:
+        expected = "an anchor (complete weights) at or below it"
+        if known is not None:
+            expected += f", or the weights of --base, whose state digest is {known[:16]}"
+        raise ChainError(
+            f"version {target.version} of {ledger.store.uri}", expected=expected, got=error.got,
+            remedy="`delta-sync materialize --base CKPT`, with the model that the run began with, needs no anchor; "
+            "a trainer attaches one in so many versions (anchor_every, 50)",
+        ) from None  # fmt: skip
 
 
 def _expect(what: str, expected: object, got: object) -> None:

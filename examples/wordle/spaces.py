@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import httpx2
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
@@ -33,10 +34,14 @@ POLL = 2.0  # seconds
 LOG_LINES = 15
 FREE = "cpu-basic"
 SLEEP = 3600  # seconds without a request after which paid hardware is let go; a rollout is a request
+PASSING = (408, 425, 429)  # refusals of the Hub that pass
 FAILED = ("BUILD_ERROR", "CONFIG_ERROR", "RUNTIME_ERROR", "NO_APP_FILE", "DELETING")
 ASLEEP = ("PAUSED", "STOPPED", "SLEEPING")
 SPACE_TOKEN = "SPACE_HF_TOKEN"
 SMALL = "--enforce-eager --max-model-len 1024 --max-num-seqs 9"
+
+
+T = TypeVar("T")
 
 
 class SpacesFailed(RuntimeError):
@@ -191,24 +196,51 @@ def put(api: HfApi, space: Space, new_keys: bool) -> None:
         )
 
 
+class Patience:
+    """Asks the Hub about one Space until the deadline, whatever fails on the way; each failure is said once."""
+
+    def __init__(self, repo: str, deadline: float, say: Callable[[str], None]) -> None:
+        self.repo, self.deadline, self.say = repo, deadline, say
+        self.said: set[str] = set()
+
+    def ask(self, call: Callable[[], T]) -> T | None:
+        """What ``call`` returns, None if it failed for now; raises what waiting does not cure, or once time is over."""
+        try:
+            return call()
+        except (httpx2.HTTPError, OSError) as error:  # the Hub's own, too
+            answer = error.response if isinstance(error, HfHubHTTPError) else None
+            lasting = answer is not None and answer.status_code < 500 and answer.status_code not in PASSING
+            if lasting or time.monotonic() >= self.deadline:
+                raise
+            trouble = f"HTTP {answer.status_code}" if answer is not None else f"{type(error).__name__} ({error})"
+            if trouble not in self.said:
+                self.said.add(trouble)
+                self.say(f"{self.repo}: {trouble}, asking again")
+            return None
+
+
 def wait(api: HfApi, space: Space, deadline: float, say: Callable[[str], None]) -> str:
     """The URL of the Space once it is healthy and takes its key; SpacesFailed if it fails or the deadline passes."""
-    stage, woken = "", False
-    while (runtime := api.get_space_runtime(space.repo)).stage != "RUNNING":
-        if runtime.stage != stage:
+    stage, woken, url = "", False, ""
+    hub = Patience(space.repo, deadline, say)
+    while not url:
+        runtime = hub.ask(lambda: api.get_space_runtime(space.repo))
+        if runtime is not None and runtime.stage != stage:
             stage = runtime.stage
             say(f"{space.repo}: {stage.lower()}")
         if stage in FAILED:
             raise SpacesFailed(f"{space.repo}: {stage}. The end of its log:\n{_log(api, space.repo, stage)}")
         if stage in ASLEEP and not woken:
-            woken = True
-            api.restart_space(space.repo)
-        if time.monotonic() >= deadline:
+            woken = hub.ask(lambda: api.restart_space(space.repo)) is not None
+        if stage == "RUNNING" and (info := hub.ask(lambda: api.space_info(space.repo))):
+            url = str(info.host)
+        elif time.monotonic() >= deadline:
+            got = stage or "no answer from the Hub"
             raise SpacesFailed(
-                f"{space.repo}: expected RUNNING in time, got {stage}. Remedy: run this again, or raise --timeout"
+                f"{space.repo}: expected RUNNING in time, got {got}. Remedy: run this again, or raise --timeout"
             )
-        time.sleep(POLL)
-    url = str(api.space_info(space.repo).host)
+        else:
+            time.sleep(POLL)
     wait_until_awake(url, space.key, max(0.0, deadline - time.monotonic()), probe=space.probe, new_key=True)
     say(f"{space.repo}: healthy at {url}")
     return url

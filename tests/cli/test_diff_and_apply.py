@@ -113,7 +113,7 @@ def test_wrong_usage(pair, tmp_path, cli):
     assert cli("diff", a, b, "--out", a)[0] == 2
     assert cli("apply", a, tmp_path / "only-one")[0] == 2
     assert cli("apply", a, "x", b)[0] == 2  # DIR exists
-    assert cli("apply", a, "no-such-file", tmp_path / "out")[0] == 1
+    assert cli("apply", a, "no-such-file", tmp_path / "out")[0] == 2
     assert cli("diff", a, tmp_path / "nothing")[0] == 1
 
 

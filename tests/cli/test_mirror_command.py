@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from delta_sync.cli.report import gist
 from delta_sync.ledger import Ledger
 from delta_sync.store import LocalStore
 
@@ -97,6 +98,8 @@ def test_a_destination_of_another_run_is_refused_while_the_others_are_served(run
     (tmp_path / "other" / "epochs").mkdir(parents=True)
     claim = (run.folder / "epochs" / "000001.json").read_text()
     (tmp_path / "other" / "epochs" / "000001.json").write_text(claim.replace('"writer":"', '"writer":"x'))
+    code, found = as_json("mirror", run.uri, tmp_path / "other", tmp_path / "good", "--dry-run")
+    assert (code, [line["result"] for line in found["destinations"]]) == (1, ["would refuse", "would copy"])
     code, found = as_json("mirror", run.uri, tmp_path / "other", tmp_path / "good", "--once")
     assert code == 1
     assert [line["state"] for line in found["destinations"]] == ["refused", "current"]
@@ -141,3 +144,22 @@ def test_it_follows_a_trainer_until_a_signal_ends_it(run, tmp_path):
         process.kill()
     assert (process.returncode, err) == (0, "")
     assert files(tmp_path / "copy") == files(run.folder)
+
+
+def test_a_store_that_goes_on_failing_is_said_once(run, tmp_path):
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "epochs").symlink_to(tmp_path)  # no link is followed: every try fails
+    with subprocess.Popen(
+        [*MIRROR, run.uri, str(tmp_path / "copy")], stdout=subprocess.PIPE, env=HERE, text=True
+    ) as on:
+        lines = iter(on.stdout.readline, "")
+        assert any("retrying" in line for line in lines)
+        time.sleep(4)  # in which it tries again, and again
+        on.send_signal(signal.SIGTERM)
+        assert [line for line in lines if "retrying" in line] == []
+        assert on.wait(60) == 3
+
+
+def test_failures_that_differ_in_numbers_alone_are_one():
+    assert gist("error 5 in 1.758510022s, after 5 retries") == gist("error 5 in 0.9s, after 4 retries")
+    assert gist("connection refused") != gist("no answer in time")

@@ -69,7 +69,7 @@ def test_a_wrong_usage_is_a_document_too(run, cli, as_json):
         assert (code, document["error"]["kind"]) == (2, "UsageError")
     assert cli("ledger")[1] == ""
     code, document = as_json("watch", run.uri, "--public-key", "ed25519:nonsense")
-    assert (code, document["error"]["kind"]) == (1, "DeltaSyncError")
+    assert (code, document["error"]["kind"]) == (2, "UsageError")
 
 
 def test_a_version_that_is_not_there_yet_is_told_from_one_that_is_gone(run, as_json):

@@ -89,8 +89,9 @@ def test_a_signed_run_is_reset_with_its_key_alone(tmp_path, as_json, cli):
     key = generate_signing_key()
     key.save(tmp_path / "run.key")
     run = Run(tmp_path / "signed", key=key)
-    code, found = as_json("reset", run.uri, "--yes")
-    assert (code, found["error"]["kind"]) == (1, "SignatureError")
+    for said in ("--yes", "--dry-run"):
+        code, found = as_json("reset", run.uri, said)
+        assert (code, found["error"]["kind"]) == (1, "SignatureError")
     generate_signing_key().save(tmp_path / "other.key")
     code, found = as_json("reset", run.uri, "--yes", "--signing-key", tmp_path / "other.key")
     assert (code, found["error"]["kind"]) == (1, "SignatureError")

@@ -33,7 +33,7 @@ def test_keygen_makes_a_pair_and_never_overwrites(tmp_path, cli, as_json):
     assert (tmp_path / "run.key.pub").read_text().strip() == found["text"]
     before = path.read_bytes()
     code, out, err = cli("keygen", path)
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "exists" in err
     assert path.read_bytes() == before
     assert before.splitlines()[1].decode() not in cli("keygen", tmp_path / "other.key")[1]
@@ -73,9 +73,9 @@ def test_a_checkpoint_is_made_only_of_what_the_key_signed(signed, run, tmp_path,
     assert (code, "unsigned" in err, (tmp_path / "two").exists()) == (1, True, False)
 
 
-def test_a_key_that_is_none_is_a_problem_with_a_remedy(run, cli):
+def test_a_key_that_is_none_is_wrong_usage_with_a_remedy(run, cli):
     code, _, err = cli("verify", run.uri, "--public-key", "ed25519:nonsense")
-    assert code == 1
+    assert code == 2
     assert "delta-sync keygen" in err
 
 

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 from helpers.publish import Publisher
+
+from delta_sync.cli.timed_store import TimedStore
+from delta_sync.errors import StoreError
 
 
 def test_a_whole_run_is_proven(run, as_json):
@@ -82,3 +87,56 @@ def test_a_second_epoch_is_followed(run, as_json):
     later.step(20)
     code, found = as_json("verify", run.uri)
     assert (code, found["proven"]) == (0, [1, 2, 3, 4, 5, 6, 7, 8])
+
+
+def unreadable(run, key):
+    """A link: the store refuses to follow it, each time it is asked."""
+    path = run.folder / key
+    path.rename(path.with_suffix(".moved"))
+    path.symlink_to(path.with_suffix(".moved"))
+
+
+def test_what_cannot_be_read_is_named_and_the_rest_still_checked(run, as_json, cli):
+    keys = [run.manifests[version].objects[0].key for version in (2, 3)]
+    for key in (*keys, "anchors/000000000004-000001/model.safetensors"):
+        unreadable(run, key)
+    code, found = as_json("verify", run.uri)
+    assert (code, found["damage"], found["proven"]) == (3, [], [1])
+    assert [u["object"] for u in found["unread"]] == [*keys, "anchors/000000000004-000001/model.safetensors"]
+    assert all(u["remedy"] and "without symbolic links" in u["problem"] for u in found["unread"])
+    damaged = run.manifests[5].objects[0].key
+    run.damage(damaged)
+    code, found = as_json("verify", run.uri)
+    assert (code, [d["object"] for d in found["damage"]], len(found["unread"])) == (1, [damaged], 3)
+    code, out, _ = cli("verify", run.uri)
+    assert "could not be read" in out and "damage" in out and "no damage found" not in out
+
+
+def test_a_manifest_that_cannot_be_read_ends_the_chain_and_not_the_walk(run, as_json):
+    unreadable(run, run.manifests[3].key)
+    code, found = as_json("verify", run.uri)
+    assert (code, found["oldest"], found["proven"]) == (3, 4, [4, 5, 6])
+    assert [u["object"] for u in found["unread"]] == ["manifest of version 3"]
+    unreadable(run, "HEAD.json")
+    code, found = as_json("verify", run.uri)
+    assert (code, found["newest"], len(found["unread"])) == (3, 6, 2)
+
+
+def test_a_store_that_only_fails_is_asked_no_more(run, monkeypatch):
+    """Its every call may last minutes; a long run has thousands of objects."""
+    store = TimedStore(run.uri, patience=0.05)
+    calls = []
+
+    def fail(key, max_bytes):
+        calls.append(key)
+        time.sleep(0.03)
+        raise StoreError("down")
+
+    monkeypatch.setattr(store.inner, "get", fail)
+    for _ in range(9):
+        with pytest.raises(StoreError):
+            store.get("HEAD.json", max_bytes=9)
+    assert len(calls) == 2
+    monkeypatch.undo()
+    with pytest.raises(StoreError, match="none was waited for"):
+        store.get("HEAD.json", max_bytes=9)

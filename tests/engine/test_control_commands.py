@@ -137,11 +137,43 @@ def test_a_rollback_asks(replica: Replica, serve: Any, cli: Any) -> None:
 
 
 @pytest.mark.parametrize("action", [["rollback", "--version", 2], ["pin"], ["unpin"], ["reload"]])
-def test_a_dry_run_changes_nothing(replica: Replica, serve: Any, cli: Any, action: list[Any]) -> None:
+def test_a_dry_run_changes_nothing(
+    replica: Replica, serve: Any, cli: Any, trainer: Publisher, action: list[Any]
+) -> None:
     url = serve(replica)
+    anchor(trainer, trainer.writer.head)
+    same = ("version", "pinned", "state_digest", "commits", "anchors_taken", "acknowledged_version")
+    before = {name: replica.status.get(name) for name in same}
     code, found, _ = cli(*action, "--server", url, "--dry-run", "--json")
     assert (code, found["done"], only(found)["result"], only(found)["serves"]) == (0, 0, f"would {action[0]}", 4)
-    assert (replica.status["version"], replica.status["pinned"]) == (4, None)
+    assert {name: replica.status.get(name) for name in same} == before
+    assert replica.executor.equal(trainer.weights)
+
+
+def test_a_dry_run_finds_what_the_order_would_be_refused_for(
+    replica: Replica, serve: Any, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, off, other = serve(replica), serve(replica, admin=None), serve(replica, admin="another")
+    code, found, _ = cli("pin", "--server", good, "--server", off, "--server", other, "--dry-run", "--json")
+    assert (code, [(row["result"], row["http_status"]) for row in found["servers"]]) == (
+        1, [("would pin", 200), ("failed", 404), ("failed", 401)],
+    )  # fmt: skip
+    assert "control is off" in found["servers"][1]["error"]
+    for words, reason in (
+        (["rollback", "--version", 77], "77"),
+        (["pin", "--version", 3], "use rollback"),
+        (["pin", "--version", 99], "99"),
+        (["reload"], "anchor"),
+    ):
+        code, found, _ = cli(*words, "--server", good, "--dry-run", "--json")
+        assert (code, only(found)["http_status"]) == (1, 409) and reason in only(found)["error"], words
+        words += ["--yes"] if words[0] == "rollback" else []
+        assert cli(*words, "--server", good, "--json")[1]["servers"][0]["error"] == only(found)["error"]
+    code, found, _ = cli("pin", "--server", f"http://127.0.0.1:{free_port()}", "--dry-run", "--json")
+    assert (code, only(found)["result"]) == (3, "failed")
+    monkeypatch.delenv("DELTA_SYNC_ADMIN_KEY")
+    monkeypatch.setenv("VLLM_API_KEY", "some")
+    assert cli("pin", "--server", good, "--dry-run")[0] == 2  # as the order itself
 
 
 def test_each_server_is_reported_when_some_fail(replica: Replica, serve: Any, cli: Any) -> None:

@@ -137,6 +137,22 @@ def test_a_space_that_sleeps_is_woken_and_one_that_fails_shows_its_log(hub, spac
     assert done.returncode == 1 and "BUILD_ERROR" in done.stderr and "no space left on device" in done.stderr
 
 
+def test_a_network_that_fails_while_it_waits_is_said_once_and_outlived(hub, spaces):
+    runtime = "GET /api/spaces/tester/wordle-{}/runtime"  # each Space's settings ask once, before any waiting
+    hub.faults.add("drop", runtime.format("env"), times=2, skip=1)
+    hub.faults.add("status", runtime.format("rollouts"), times=2, skip=1, status=503)
+    hub.faults.add("drop", "GET /api/spaces/tester/wordle-env$", times=1)
+    done = spaces("--flavor", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert hub.faults.met["drop"] >= 3 and hub.faults.met["status 503"] == 2
+    said = [line for line in done.stderr.splitlines() if "asking again" in line]
+    assert said and len(said) == len(set(said))
+
+    hub.faults.add("status", runtime.format("env"), status=503, skip=1)
+    done = spaces("--flavor", "cpu", "--timeout", "3")
+    assert done.returncode == 1 and "503" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_what_never_gets_up_meets_the_deadline(hub, spaces):
     hub.api.spaces.build = lambda space: "APP_STARTING"
     done = spaces("--flavor", "cpu", "--timeout", "1")

@@ -62,7 +62,7 @@ def find_trim(ledger: Ledger, keep: int, grace: float = DEFAULT_GRACE, *, now: f
     kept = _walk(ledger, head, keep, now - grace, listed)
     floor, held_by = _floor(ledger, kept, now, grace)
     if floor is None:
-        held_by = f"{len(kept.anchored)} anchors are there: {keep} stay, and older ones for {grace:g} s"
+        held_by = f"anchors there: {len(kept.anchored)}; the newest {keep} stay, older ones for {grace:g} s more"
     old = _older(listed, floor or 0)
     orphans = [*_orphaned_deltas(listed, kept, now - grace), *_orphaned_anchors(listed, kept, now - grace)]
     orphans = [key for key in orphans if _version(key) >= (floor or 0) and _written(ledger.store, key) <= now - grace]

@@ -19,7 +19,7 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:  # while modules load, which takes a while on a busy machine
         sys.exit(130)
-    app()
+    app(prog_name="delta-sync")  # also as python -m delta_sync.cli: what it says can be typed
 
 
 def _mend_outputs() -> None:

@@ -35,8 +35,8 @@ def materialize(
     """Write a version's weights as a Hugging Face checkpoint, proven by digest before it is put in place.
 
     Of a version that is an adapter, a folder that PEFT loads over the base model.
-    Starts from the nearest anchor below, or from CKPT, and applies the deltas behind it; holds one model and one file
-    in memory. Config and tokenizer are the anchor's, or CKPT's.
+    Starts from the nearest anchor below, or from CKPT if that is given, and applies the deltas behind it; holds one
+    model and one file in memory. Config and tokenizer are the anchor's, or CKPT's.
     """
     uri, version = split_version(what)
     checked_uri(uri)

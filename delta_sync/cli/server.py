@@ -110,7 +110,7 @@ def _said(document: dict[str, Any], raw: bytes, code: int) -> str:
         said = said.get("message")
     text = str(said) if said else " ".join(raw[:200].decode(errors="replace").split()) or "no reason given"
     remedy = {
-        401: "set the environment's key to the server's",
+        401: "DELTA_SYNC_ADMIN_KEY (of parity VLLM_API_KEY) must be the server's",
         404: "is it started with --delta-sync and a key?",
         405: "its release knows no dry run",
     }

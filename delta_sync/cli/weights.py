@@ -14,12 +14,12 @@ from delta_sync.delta import apply
 from delta_sync.delta_file import DeltaHeader
 from delta_sync.digest import digest, state_digest, tensor_key
 from delta_sync.dtypes import DType, dtype
-from delta_sync.errors import ChainError, FormatError, IntegrityError, NotFoundError
+from delta_sync.errors import ChainError, DeltaSyncError, FormatError, IntegrityError, NotFoundError
 from delta_sync.ledger import Ledger
 from delta_sync.limits import DEFAULT_LIMITS
 from delta_sync.manifest import FoldRecord, Manifest, ObjectRef, TensorState
-from delta_sync.plan import Plan, Step
-from delta_sync.planner import build_plan
+from delta_sync.plan import Plan, Position, Step
+from delta_sync.planner import build_plan, downwards
 from delta_sync.tensor_delta import TensorDelta
 
 Deltas = list[TensorDelta]
@@ -140,29 +140,40 @@ def weights_after(ledger: Ledger, plan: Plan, base: Checkpoint | None = None) ->
 def rebuild(ledger: Ledger, target: Manifest, base: Checkpoint | None = None) -> tuple[Plan, Weights]:
     """A version's weights, proven, and the plan that led to them; raises what ``weights_after`` and no start raise.
 
-    It begins at the nearest anchor, or at the version whose weights are ``base``'s. Where a fold is damaged or gone it
-    goes over the deltas that the fold was made of, as replicas do.
+    It begins at the nearest anchor or, if that is given, at the version whose weights are ``base``'s. Where a fold is
+    damaged or gone it goes over the deltas that the fold was made of, as replicas do.
     """
-    known = None if base is None else state_digest(Weights(base, keep=False).states)
-    plan = _plan(ledger, target, known)
+    start = None if base is None else _position(ledger, target, base)
+    plan = _plan(ledger, target, start)
     try:
         return plan, weights_after(ledger, plan, base)
     except (FormatError, IntegrityError, NotFoundError):
         if not any(isinstance(step, FoldRecord) for step in plan.deltas):
             raise
-    plan = _plan(ledger, target, known, use_folds=False)
+    plan = _plan(ledger, target, start, use_folds=False)
     return plan, weights_after(ledger, plan, base)
 
 
-def _plan(ledger: Ledger, target: Manifest, known: str | None, *, use_folds: bool = True) -> Plan:
+def _position(ledger: Ledger, target: Manifest, base: Checkpoint) -> Position:
+    """The version on the way to ``target`` that has these weights; ChainError if there is none."""
+    known, damage = state_digest(Weights(base, keep=False).states), list[DeltaSyncError]()
+    for manifest in downwards(ledger, target, damage):
+        if manifest.state_digest == known:
+            return Position(manifest.version, manifest.sha256)
+    raise ChainError(
+        f"weights of {base.path}", expected=f"those of a version that deltas lead from to version {target.version}",
+        got="; ".join([f"state digest {known[:16]}, which none has", *(error.what for error in damage)]),
+        remedy="name the model that the run began with, in the type that is served",
+    )  # fmt: skip
+
+
+def _plan(ledger: Ledger, target: Manifest, start: Position | None, *, use_folds: bool = True) -> Plan:
     try:
-        return build_plan(ledger, target, None, known, use_folds=use_folds)
+        return build_plan(ledger, target, start, None, use_folds=use_folds)
     except ChainError as error:
-        expected = "an anchor (complete weights) at or below it"
-        if known is not None:
-            expected += f", or the weights of --base, whose state digest is {known[:16]}"
         raise ChainError(
-            f"version {target.version} of {ledger.store.uri}", expected=expected, got=error.got,
+            f"version {target.version} of {ledger.store.uri}",
+            expected="an anchor (complete weights) at or below it", got=error.got,
             remedy="`delta-sync materialize --base CKPT`, with the model that the run began with, needs no anchor; "
             "a trainer attaches one in so many versions (anchor_every, 50)",
         ) from None  # fmt: skip
@@ -170,4 +181,4 @@ def _plan(ledger: Ledger, target: Manifest, known: str | None, *, use_folds: boo
 
 def _expect(what: str, expected: object, got: object) -> None:
     if got != expected:
-        raise IntegrityError(what, expected=expected, got=got)
+        raise IntegrityError(what, expected=expected, got=got, remedy="`delta-sync verify` names what is damaged")

@@ -110,4 +110,12 @@ def test_without_an_anchor_the_model_that_the_run_began_with_will_do(unanchored,
     assert (code, found["deltas"]) == (0, 1)
     assert cli("materialize", f"{whole.uri}@2", tmp_path / "other")[0] == 0
     code, _, err = cli("materialize", f"{run.uri}@1", tmp_path / "none", "--base", tmp_path / "other")
-    assert code == 1 and "or the weights of --base, whose state digest is" in err
+    assert code == 1 and f"weights of {tmp_path / 'other'}, expected those of a version that deltas lead from" in err
+
+
+def test_a_base_leads_past_a_damaged_anchor(run, cli, as_json, checkpoint, tmp_path):
+    run.damage("anchors/000000000004-000001/model.safetensors")
+    assert cli("materialize", run.uri, tmp_path / "out")[0] == 1
+    code, found = as_json("materialize", run.uri, tmp_path / "out", "--base", checkpoint)
+    assert (code, found["deltas"]) == (0, 4)
+    assert {name: bits.tobytes() for name, bits in read_checkpoint(tmp_path / "out")[0].items()} == run.bits[6]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from urllib.parse import unquote
@@ -58,6 +59,8 @@ def check_uri(uri: str) -> None:
         return
     if scheme == "hf" and colon:
         _hub_place(uri, rest)
+        if any(importlib.util.find_spec(name) is None for name in ("huggingface_hub", "hf_xet")):
+            raise _no_hub(uri, "none installed")
         return
     known = (scheme == "file" and rest.startswith("/")) or (scheme == "memory" and rest) if colon else uri.strip()
     if not known:
@@ -75,9 +78,12 @@ def _open_hub(uri: str, rest: str, *, own: bool) -> Store:
     try:
         from delta_sync.store.hub import HubStore
     except ImportError as error:
-        extra = "pip install 'delta-weight-sync[hub]'"
-        raise _refused(uri, str(error), extra, "huggingface_hub and hf_xet") from error
+        raise _no_hub(uri, str(error)) from error
     return HubStore(_hub_place(uri, rest), token_from=f"{OWN}HF_TOKEN" if own else None)
+
+
+def _no_hub(uri: str, got: str) -> StoreError:
+    return _refused(uri, got, "pip install 'delta-weight-sync[hub]'", "the packages huggingface_hub and hf_xet")
 
 
 def _refused(uri: str, got: str, remedy: str, expected: str = EXPECTED) -> StoreError:

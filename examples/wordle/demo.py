@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from delta_sync.errors import DeltaSyncError
+from delta_sync.errors import DeltaSyncError, StoreError
 from delta_sync.ledger import Ledger
 from delta_sync.store.open import open_store
 from examples.wordle import commands, read_back
@@ -60,7 +60,7 @@ class Demo:
             show = partial(self._show, watcher, stream)
             wait = partial(self.processes.wait, tick=show, may_end=trainer.name)
             wait(lambda: trainer.process.poll() == 0, trainer, self.args.train_timeout)
-            wait(lambda: watcher.version == self._newest(), self.server, CATCH_UP)
+            wait(lambda: self._caught_up(watcher), self.server, CATCH_UP)
             time.sleep(SETTLE)
             show()
         self.display.say("training is over; reading the served weights back, tensor by tensor")
@@ -112,9 +112,13 @@ class Demo:
             stream=f"{stream.tokens} tokens in {len(stream.streams)} streams, {len(stream.interruptions)} interrupted",
         )
 
-    def _newest(self) -> int | None:
-        head = self.ledger.head()
-        return head.version if head else None
+    def _caught_up(self, watcher: StatusWatcher) -> bool:
+        """Whether the server serves the newest version; not known while the store fails."""
+        try:
+            head = self.ledger.head()
+        except StoreError:
+            return False
+        return watcher.version == (head.version if head else None)
 
     def _deltas(self) -> list[Any]:
         head = self.ledger.head()

@@ -126,6 +126,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=None, help="per game with tools (1024), else per guess (12)")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--codec", choices=("gap", "context"), default="gap", help="context: fewer bytes, one rank")
+    parser.add_argument("--anchor-every", type=int, default=50, help="versions between complete weights in the bucket")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--wake-timeout", type=float, default=900, help="seconds that a server may take to get up")
     return parser.parse_args()
@@ -177,7 +178,12 @@ def main() -> None:
         args=config(args, supports_tool_calling(tokenizer)),
         processing_class=tokenizer,
         callbacks=[
-            DeltaSyncCallback(args.bucket, codec=args.codec, sync_timeout=max(600.0, args.wake_timeout)),
+            DeltaSyncCallback(
+                args.bucket,
+                codec=args.codec,
+                anchor_every=args.anchor_every,
+                sync_timeout=max(600.0, args.wake_timeout),
+            ),
             LogToFile(args.output / "metrics.jsonl"),
         ],
         **way_to_play(args, tokenizer),

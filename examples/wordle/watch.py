@@ -50,11 +50,11 @@ class StatusWatcher:
                 asked = time.time()
                 try:
                     response = client.get(self._url)
-                    response.raise_for_status()
-                except httpx.HTTPError:
+                    status = response.raise_for_status().json()
+                except (httpx.HTTPError, ValueError):  # a proxy in between may answer with a page
                     self.failed_polls += 1
                     continue
-                self._take(response.json(), last_poll, time.time())
+                self._take(status, last_poll, time.time())
                 last_poll = asked
 
     def _take(self, status: dict[str, Any], before: float, after: float) -> None:

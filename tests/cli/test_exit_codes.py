@@ -153,6 +153,14 @@ def test_the_page_ends_with_0_on_ctrl_c(run):
         assert page.wait(60) == 0
 
 
+def test_a_store_without_its_library_is_wrong_usage(cli, monkeypatch):
+    monkeypatch.setitem(sys.modules, "hf_xet", None)
+    uri = "hf://buckets/me/run"
+    for words in (["ledger", uri], ["watch", uri, "--for", 0], ["materialize", uri, "out"], ["doctor", uri]):
+        code, _, err = cli(*words)
+        assert code == 2 and "huggingface_hub and hf_xet" in " ".join(err.replace("│", " ").split())
+
+
 def test_a_key_without_its_library_is_wrong_usage(run, cli, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "cryptography", None)
     for words in (["keygen", tmp_path / "key"], ["verify", run.uri, "--public-key", "ed25519:x"]):

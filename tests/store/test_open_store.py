@@ -37,6 +37,9 @@ def test_the_hub_names_its_extra_where_it_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "delta_sync.store.hub", None)
     with pytest.raises(StoreError, match=r"delta-weight-sync\[hub\]"):
         open_store("hf://buckets/me/run")
+    monkeypatch.setitem(sys.modules, "hf_xet", None)
+    with pytest.raises(StoreError, match=r"delta-weight-sync\[hub\]"):
+        check_uri("hf://buckets/me/run")
 
 
 OBJECT_STORES = ["s3://bucket/run", "gs://bucket", "az://container/a/b"]

@@ -37,7 +37,7 @@ def train(args: argparse.Namespace, model: str, bucket: str, output: Path, vllm:
         "turns": args.turns,
         "learning-rate": args.learning_rate,
         "codec": args.codec,
-        "anchor-every": max(1, args.steps // 2),  # so that the bucket of a short run has what `materialize` begins at
+        "anchor-every": args.steps // 2 + 1,  # one anchor: what `materialize` and others begin at
     }
     options = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     return [sys.executable, "-m", "examples.wordle.train", *options]

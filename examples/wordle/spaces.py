@@ -21,12 +21,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import httpx2
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
+from examples.wordle.patience import Patience
 from examples.wordle.space_files import ROOT, stage_environment, stage_rollouts
 from examples.wordle.wake import NotAwake, wait_until_awake
 
@@ -34,14 +34,10 @@ POLL = 2.0  # seconds
 LOG_LINES = 15
 FREE = "cpu-basic"
 SLEEP = 3600  # seconds without a request after which paid hardware is let go; a rollout is a request
-PASSING = (408, 425, 429)  # refusals of the Hub that pass
 FAILED = ("BUILD_ERROR", "CONFIG_ERROR", "RUNTIME_ERROR", "NO_APP_FILE", "DELETING")
 ASLEEP = ("PAUSED", "STOPPED", "SLEEPING")
 SPACE_TOKEN = "SPACE_HF_TOKEN"
 SMALL = "--enforce-eager --max-model-len 1024 --max-num-seqs 9"
-
-
-T = TypeVar("T")
 
 
 class SpacesFailed(RuntimeError):
@@ -194,29 +190,6 @@ def put(api: HfApi, space: Space, new_keys: bool) -> None:
             repo_type="space",
             commit_message="delta-weight-sync: examples/wordle/spaces.py",
         )
-
-
-class Patience:
-    """Asks the Hub about one Space until the deadline, whatever fails on the way; each failure is said once."""
-
-    def __init__(self, repo: str, deadline: float, say: Callable[[str], None]) -> None:
-        self.repo, self.deadline, self.say = repo, deadline, say
-        self.said: set[str] = set()
-
-    def ask(self, call: Callable[[], T]) -> T | None:
-        """What ``call`` returns, None if it failed for now; raises what waiting does not cure, or once time is over."""
-        try:
-            return call()
-        except (httpx2.HTTPError, OSError) as error:  # the Hub's own, too
-            answer = error.response if isinstance(error, HfHubHTTPError) else None
-            lasting = answer is not None and answer.status_code < 500 and answer.status_code not in PASSING
-            if lasting or time.monotonic() >= self.deadline:
-                raise
-            trouble = f"HTTP {answer.status_code}" if answer is not None else f"{type(error).__name__} ({error})"
-            if trouble not in self.said:
-                self.said.add(trouble)
-                self.say(f"{self.repo}: {trouble}, asking again")
-            return None
 
 
 def wait(api: HfApi, space: Space, deadline: float, say: Callable[[str], None]) -> str:

@@ -1,7 +1,7 @@
 """What real runs change a step, and what that costs in each layout: GRPO and SFT over rates, masters and decay.
 
 Usage: python benchmarks/gpu/trace_matrix.py --device cuda --out /tmp/matrix [--pieces FOLDER] [--seconds 440]
-       python benchmarks/gpu/trace_matrix.py --table /tmp/matrix/rows.csv [--steps 20 199]
+       python benchmarks/gpu/trace_matrix.py --table benchmarks/traces.csv [--steps 20 199] [--columns ours "of TRL"]
 
 TRL's own trainers on SmolLM2-135M, several runs beside each other on one card. A run that takes too long is cut, and
 said to be. Writes rows.csv, table.md, rows.jsonl (the same while it goes on) and fixtures.tar (first rows of a few
@@ -201,14 +201,15 @@ def _title_of(row: dict[str, Any]) -> str:
     return title(Recipe(float(row["lr"]), float(row["weight_decay"]), row["objective"], row["masters"]))
 
 
-def table(path: Path, steps: Sequence[int] = ()) -> str:
-    """rows.csv as a table in Markdown, of all or some steps; bytes are those of a changed element."""
-    head = ("run", "step", *COLUMNS)
+def table(path: Path, steps: Sequence[int] = (), columns: Sequence[str] = tuple(COLUMNS)) -> str:
+    """rows.csv as a table in Markdown, of all or some steps and columns; bytes are those of a changed element."""
+    head = ("run", "step", *columns)
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             if not steps or int(row["step"]) in steps:
-                cells = [f"{float(row[key]):.3f}" if row.get(key) else "" for key in COLUMNS.values()]
+                found = [row.get(COLUMNS[column]) for column in columns]
+                cells = [f"{float(figure):.3f}" if figure else "" for figure in found]
                 lines.append(f"| {' | '.join([_title_of(row), row['step'], *cells])} |")
     return "\n".join(lines) + "\n"
 
@@ -242,9 +243,10 @@ def main() -> None:
     parser.add_argument("--sizes", type=json.loads, help='of batches, as \'{"batch": 4, "group": 4}\'')
     parser.add_argument("--table", type=Path, help="print an earlier run's table")
     parser.add_argument("--steps", type=int, nargs="*", default=[], help="of --table")
+    parser.add_argument("--columns", nargs="*", default=list(COLUMNS), choices=COLUMNS, help="of --table")
     options = parser.parse_args()
     if options.table:
-        print(table(options.table, options.steps))
+        print(table(options.table, options.steps, options.columns))
         return
     if not options.out:
         parser.error("--out is needed")

@@ -37,6 +37,9 @@ def test_rows_become_a_table_of_the_steps_asked_for(tmp_path: Path) -> None:
         ["| grpo lr 3e-06 float32", "5"],
     ]
     assert len(trace_matrix.table(path, [5]).splitlines()) == 3
+    few = trace_matrix.table(path, [20], ["of TRL", "ours"]).splitlines()
+    assert few[0] == "| run | step | of TRL | ours |"
+    assert few[2] == f"| grpo lr 3e-06 float32 | 20 | {row['of_trl']:.3f} | {row['ours']:.3f} |"
 
 
 def test_runs_are_named_once_and_chosen_by_parts_of_their_names() -> None:

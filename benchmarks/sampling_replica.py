@@ -38,10 +38,10 @@ def sample(model: Any, ids: torch.Tensor, count: int, generator: torch.Generator
 
 
 class SamplingReplica(StandInReplica):
-    """Follows ``uri`` from the checkpoint's weights and samples with transformers, one request at a time."""
+    """Follows ``uri`` from the checkpoint's weights; samples with transformers in float32, one request at a time."""
 
     def __init__(self, uri: str, checkpoint: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
         super().__init__(uri, self._model, vocab=tiny_models.VOCAB)
         self._generator, self._held = torch.Generator(), None
         self._one_at_a_time = threading.Lock()
@@ -66,9 +66,10 @@ class SamplingReplica(StandInReplica):
         with self._lock, torch.no_grad():
             if self._held != self.position:
                 bits = {name: torch.from_numpy(one.view("int16").copy()) for name, one in self.live.items()}
-                shaped = {name: one.view(torch.bfloat16).view(self.layout[name][1]) for name, one in bits.items()}
-                self._model.load_state_dict(shaped, strict=False)
-                self._model.tie_weights()
+                shaped = {
+                    name: one.view(torch.bfloat16).view(self.layout[name][1]).float() for name, one in bits.items()
+                }
+                self._model.load_state_dict(shaped, strict=False)  # a tied head is not among them
                 self._held = self.position
 
     def _fill(self, choices: list[dict[str, Any]], count: int) -> None:

@@ -142,45 +142,52 @@ def train(folder: Path, server: Any, ahead: int, case: Case, args: argparse.Name
     tokens = round(sum(entry["completions/mean_length"] for entry in logs[2:]) * counted)
     waits = statistics.fmean(entry["delta_sync/wait_seconds"] for entry in logs[2:])
     rewards = [entry["reward"] for entry in logs]
-    return Result(ahead, look.seconds(), waits, tokens, rewards, look.weights, statistics.fmean(look.unweighted),
-                  staleness)  # fmt: skip
+    return Result(ahead, look.seconds(), waits, tokens, rewards, look.judged(trainer.model),
+                  statistics.fmean(look.unweighted), staleness)  # fmt: skip
 
 
 class Look(TrainerCallback):
-    """Notes when each step ends, what its completions weighed, and how good the weights are."""
+    """Notes when each step ends and what its completions weighed, and keeps the weights that are to be judged."""
 
     def __init__(self, steps: int) -> None:
         self.trainer: Any = None
-        self.weights: list[float] = []
+        self.kept: list[tuple[int, dict[str, torch.Tensor]]] = []  # step, weights
         self.unweighted: list[float] = []
-        self._steps, self._times, self._aside = steps, list[float](), 0.0
+        self._steps, self._times = steps, list[float]()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Where training starts from."""
-        self.weights.append(goodness(model, 0))
+        self._keep(0, model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Looking at the weights is on nobody's time."""
-        began = time.perf_counter()
-        self._times.append(began - self._aside)
+        """A step has ended."""
+        self._times.append(time.perf_counter())
         for batch in self.trainer._buffered_inputs:
             ratio = batch["importance_sampling_ratio"]
             self.unweighted.append(float((ratio == 0).all(-1).float().mean()))
         if state.global_step > self._steps - self._steps // 4:
-            self.weights.append(goodness(model, state.global_step))
-        self._aside += time.perf_counter() - began
+            self._keep(state.global_step, model)
 
     def seconds(self) -> float:
         """Of all steps but the first two."""
         return self._times[-1] - self._times[1]
 
+    def judged(self, model: Any) -> list[float]:
+        """How good the kept weights are, in ``model``, once nobody is timed any more."""
+        found = []
+        for step, weights in self.kept:
+            model.load_state_dict(weights)
+            found.append(goodness(model.eval(), step))
+        return found
+
+    def _keep(self, step: int, model: Any) -> None:
+        self.kept.append((step, {name: tensor.clone() for name, tensor in model.state_dict().items()}))
+
 
 def goodness(model: Any, seed: int) -> float:
     """The mean reward of so many first turns of ``model``, by random numbers of their own."""
     ids = torch.tensor([[5 + i % 400, 6 + i % 400] for i in range(JUDGED)])
-    training, generator = model.training, torch.Generator().manual_seed(seed)
-    tokens, _ = sample(model.eval(), ids, TOKENS, generator)
-    model.train(training)
+    tokens, _ = sample(model, ids, TOKENS, torch.Generator().manual_seed(seed))
     return statistics.fmean(reward(tokens))
 
 

@@ -237,13 +237,16 @@ class Memory:
     def __init__(self) -> None:
         self.held = {"ours": 0.0, "gather": 0.0}
         self.peak = {"ours": 0.0, "gather": 0.0}
-        self._highest = 0.0
+        self._open: _Window | None = None
         threading.Thread(target=self._sample, daemon=True).start()
 
     def _sample(self) -> None:
+        """What is read counts for the window that was open before reading began, never for one opened meanwhile."""
         pause = threading.Event()
         while not pause.wait(0.002):
-            self._highest = max(self._highest, anonymous())
+            window = self._open
+            if window is not None:
+                window.highest = max(window.highest, anonymous())
 
     def window(self, which: str, *, keeps: bool = False) -> Any:
         """Count what is taken while it is open for ``which``; ``keeps``: what remains is what it holds."""
@@ -257,15 +260,17 @@ class Memory:
 class _Window:
     def __init__(self, memory: Memory, which: str, keeps: bool) -> None:
         self._memory, self._which, self._keeps = memory, which, keeps
+        self.highest = 0.0
 
     def __enter__(self) -> None:
         tidy()
-        self._start = anonymous()
-        self._memory._highest = self._start
+        self._start = self.highest = anonymous()
+        self._memory._open = self
 
     def __exit__(self, *_: Any) -> None:
         memory, which = self._memory, self._which
-        rose = memory._highest - self._start
+        memory._open = None
+        rose = self.highest - self._start
         tidy()
         before = memory.held[which]
         if self._keeps:

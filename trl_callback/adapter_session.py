@@ -12,6 +12,7 @@ import numpy.typing as npt
 from delta_sync.errors import MappingError
 from trl_callback.adapter_chain import AdapterChain
 from trl_callback.adapter_image import AdapterImage
+from trl_callback.at_exit import at_exit
 from trl_callback.chain import Chain
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.fleet_status import Statuses
@@ -45,6 +46,7 @@ class AdapterSession(Session):
         base, adapter = FrozenWeights(ServingImage(subject.model, dtypes, merge=False)), Snapshot(image)
         make = partial(AdapterChain, adapter=adapter, settings=image.config)
         self._start(subject, server, base, make, published=adapter)
+        at_exit(self._leave)
 
     def _want_first_anchor(self, chain: Chain, snapshot: Snapshot, live: Sequence[ServerStatus]) -> None:
         """None where an anchor of this very base leads to our first version."""

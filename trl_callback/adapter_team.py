@@ -43,6 +43,11 @@ class AdapterTeamSession:
             self.close()
             raise
 
+    def optimizing(self) -> None:
+        """The optimizer's step begins: until ``step_done`` the adapter is no step's."""
+        if self._session is not None:
+            self._session.optimizing()
+
     def step_done(self, step: int, optimizer: Interval | None = None) -> None:
         """After an optimizer step: rank 0 leaves the adapter to its publisher."""
         self._together(lambda session: session.step_done(step, optimizer))

@@ -80,8 +80,16 @@ class RolloutsAhead:
                 self._running.wait()
             return self._original(batch)
         rolled = self._rolled_out(batch)
-        scored = self._generated_now(batch) if rolled is None else score(self._trainer, batch, rolled)
+        scored = self._generated_now(batch) if rolled is None else self._scored(batch, rolled)
         self._begin_next()
+        return scored
+
+    def _scored(self, batch: Any, rolled: RolledOut) -> Any:
+        """TRL's scored batch; how much of it staleness made worthless is recorded, as TRL does not say."""
+        scored = score(self._trainer, batch, rolled)
+        ratio = scored.get("importance_sampling_ratio")  # [completions, tokens or 1]
+        if ratio is not None:
+            self._metrics.record(ahead_unweighted=float((ratio == 0).all(-1).float().mean()))
         return scored
 
     def _rolled_out(self, batch: Any) -> RolledOut | None:

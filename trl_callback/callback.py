@@ -96,7 +96,7 @@ class DeltaSyncCallback(TrainerCallback):
     ) -> None:
         """Note that the optimizer's step begins: for its span, and as the weights are no step's until it ends."""
         self._optimizing_since = time.time()
-        if isinstance(self._session, Session):
+        if isinstance(self._session, Session | AdapterTeamSession):
             self._session.optimizing()
 
     def on_optimizer_step(

@@ -25,6 +25,7 @@ MEANING = {  # of each number that is recorded
     "publish_seconds": "encoding, uploading and committing a version, in the background",
     "wait_seconds": "rollouts waiting for weights that are new enough; training waiting for a batch that runs ahead",
     "ahead_seconds": "with `rollouts_ahead`: generating a batch while the trainer steps, the wait for weights included",
+    "ahead_unweighted": "with `rollouts_ahead`: share of such completions that TRL's correction gives no weight",
     "staleness": "steps by which the weights that rollouts come from are older",
     "anchor_bytes": "size of complete weights that were attached",
     "anchor_seconds": "from the begin of such an upload to its end, versions in between included",

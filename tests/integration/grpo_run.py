@@ -21,31 +21,41 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def trainer_of(
-    checkpoint: Path | str, url: str, sync: DeltaSyncCallback, *, steps: int, more: list | None = None
+    checkpoint: Path | str,
+    url: str,
+    sync: DeltaSyncCallback,
+    *,
+    steps: int,
+    more: list | None = None,
+    peft_config: Any = None,
+    **settings: Any,
 ) -> Any:
     """float32 masters, bfloat16 autocast, importance-sampling correction on: what a user would run."""
     from trl import GRPOConfig, GRPOTrainer
 
     arguments = GRPOConfig(
-        output_dir=str(Path(checkpoint).parent / "out"),
-        per_device_train_batch_size=4,
-        num_generations=4,
-        max_completion_length=12,
-        max_steps=steps,
-        learning_rate=3e-4,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=not torch.cuda.is_available(),
-        bf16=True,
-        use_vllm=True,
-        vllm_mode="server",
-        vllm_server_base_url=url,
-        vllm_server_timeout=120.0,
-        save_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        gradient_checkpointing=False,
-        temperature=1.0,
+        **{
+            "output_dir": str(Path(checkpoint).parent / "out"),
+            "per_device_train_batch_size": 4,
+            "num_generations": 4,
+            "max_completion_length": 12,
+            "max_steps": steps,
+            "learning_rate": 3e-4,
+            "logging_steps": 1,
+            "report_to": [],
+            "use_cpu": not torch.cuda.is_available(),
+            "bf16": True,
+            "use_vllm": True,
+            "vllm_mode": "server",
+            "vllm_server_base_url": url,
+            "vllm_server_timeout": 120.0,
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "dataloader_pin_memory": False,
+            "gradient_checkpointing": False,
+            "temperature": 1.0,
+            **settings,
+        }
     )
     return GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32),
@@ -54,6 +64,7 @@ def trainer_of(
         train_dataset=Dataset.from_dict({"prompt": PROMPTS * 16}),
         processing_class=AutoTokenizer.from_pretrained(checkpoint),
         callbacks=[sync, *(more or [])],
+        peft_config=peft_config,
     )
 
 

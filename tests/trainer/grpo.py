@@ -6,6 +6,7 @@ from typing import Any
 
 import tiny
 from datasets import Dataset
+from transformers import TrainerCallback
 
 PROMPTS = ["w5 w6", "w7 w8 w9", "w10", "w11 w12"]
 
@@ -61,6 +62,18 @@ def grpo_trainer(folder: Any, *, model: Any, url: str | None, use_vllm: bool, ca
             **(given or {}),
         }
     )
+
+
+class AheadFirst(TrainerCallback):
+    """Holds every optimizer step until the batch that runs ahead is there: it then comes from the weights before."""
+
+    def __init__(self, sync: Any) -> None:
+        self.sync = sync
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        running = self.sync._ahead._running
+        if running is not None:
+            running.wait()
 
 
 def plain_trainer(folder: Any, *, model: Any, callbacks: list, steps: int = 3, **settings: Any) -> Any:

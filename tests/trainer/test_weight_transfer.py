@@ -51,6 +51,16 @@ class Worker:
         """Nothing to be ill."""
 
 
+def build(**given: Any) -> Any:
+    """TRL's trainer; older ones load their attention kernel from the Hub when they are built, not when they train."""
+    try:
+        return async_grpo.AsyncGRPOTrainer(**given)
+    except ImportError as error:
+        if "kernels" not in str(error):
+            raise
+        pytest.skip(f"this TRL builds it only with a kernel from the Hub: {error}")
+
+
 def trainer_of(folder: Path, replica: StandInReplica, sync: DeltaSyncCallback, **settings: Any) -> tuple[Any, Worker]:
     tiny.llama().save_pretrained(folder / "model")
     tiny.tokenizer().save_pretrained(folder / "model")
@@ -59,7 +69,7 @@ def trainer_of(folder: Path, replica: StandInReplica, sync: DeltaSyncCallback, *
         output_dir=str(folder / "out"), use_cpu=True, bf16=True, report_to=[], max_steps=2,
         vllm_server_base_url=replica.url, **settings,
     )  # fmt: skip
-    trainer = async_grpo.AsyncGRPOTrainer(
+    trainer = build(
         model=str(folder / "model"),
         reward_funcs=lambda completions, **_: [0.0 for _ in completions],
         args=arguments,

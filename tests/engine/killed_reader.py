@@ -31,7 +31,7 @@ FORKS.set_forkserver_preload(["killed_reader"])
 CACHE = delta_sync.store.cache
 # where in one version's way: what is called there; "before" it, "after" it
 POINTS: dict[str, tuple[Any, str, str]] = {
-    "look": (Ledger, "wait_newer", "before"),
+    "look": (Ledger, "_look", "before"),
     "plan": (delta_sync.ledger, "build_plan", "before"),
     "fetch": (ObjectCache, "read", "before"),
     "cache write": (CACHE, "pieces", "half way"),

@@ -60,7 +60,8 @@ def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -
 @cache
 def _scratch(elements: int) -> torch.Tensor:
     """Float32 room that is kept: fresh pages would cost more than the product."""
-    return torch.empty(elements, dtype=torch.float32)
+    with torch.inference_mode(False):  # else it could not be written to outside of that mode
+        return torch.empty(elements, dtype=torch.float32)
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

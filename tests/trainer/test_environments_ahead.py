@@ -118,9 +118,10 @@ def played(folder: Path, *, ahead: int) -> tuple[list[float], Presser, DeltaSync
     kind = type("OneRunsRoom", (Room,), {"made": []})
     rows = {"prompt": [[{"role": "user", "content": f"Press {i}."}] for i in range(8)]}
     mine = StillMine()
+    held = [mine, grpo.AheadFirst(sync)] if ahead else []
     with Presser(uri, model, tokenizer).running() as replica:
         trainer = grpo.grpo_trainer(
-            folder, model=model, url=replica.url, use_vllm=True, callbacks=[sync, *([mine] if ahead else [])],
+            folder, model=model, url=replica.url, use_vllm=True, callbacks=[sync, *held],
             max_steps=STEPS, max_completion_length=400, chat_template_kwargs={"enable_thinking": False},
             given={
                 "reward_funcs": [], "environment_factory": kind, "processing_class": tokenizer,
@@ -174,9 +175,10 @@ def test_a_rollout_function_runs_ahead_too(tmp_path: Path) -> None:
         return [float(one) for one in first]
 
     sync = DeltaSyncCallback(uri, sync_timeout=30, rollouts_ahead=1, max_staleness=1)
+    held = [sync, grpo.AheadFirst(sync)]
     with StandInReplica(uri, model).running() as replica:
         grpo.grpo_trainer(
-            tmp_path, model=model, url=replica.url, use_vllm=True, callbacks=[sync], max_steps=STEPS,
+            tmp_path, model=model, url=replica.url, use_vllm=True, callbacks=held, max_steps=STEPS,
             max_completion_length=4, rollout_func=roll_out, given={"reward_funcs": reward},
         ).train()  # fmt: skip
     sync.close()

@@ -53,7 +53,12 @@ def train(
     sync = DeltaSyncCallback(uri, sync_timeout=30, rollouts_ahead=ahead, max_staleness=staleness if ahead else 0)
     with Asked(uri, model).running() as replica:
         trainer = grpo.grpo_trainer(
-            folder, model=model, url=replica.url, use_vllm=True, callbacks=[sync, *(more or [])], **settings
+            folder,
+            model=model,
+            url=replica.url,
+            use_vllm=True,
+            **settings,
+            callbacks=[sync, *([grpo.AheadFirst(sync)] if ahead and not more else []), *(more or [])],
         )
         for one in more or []:
             one.replica = replica  # type: ignore[attr-defined]
@@ -209,7 +214,9 @@ def test_a_completion_that_is_older_than_allowed_is_generated_anew(tmp_path, uri
             return status, answer
 
     with Liar(uri, model).running() as replica:
-        grpo.grpo_trainer(tmp_path, model=model, url=replica.url, use_vllm=True, callbacks=[sync]).train()
+        grpo.grpo_trainer(
+            tmp_path, model=model, url=replica.url, use_vllm=True, callbacks=[sync, grpo.AheadFirst(sync)]
+        ).train()
     sync.close()
     assert "older than max_staleness allows" in caplog.text
     assert len(replica.prompts) == 5 and replica.prompts[2] == replica.prompts[3]

@@ -60,6 +60,14 @@ def test_activations_are_vllms() -> None:
     torch.testing.assert_close(cpu_plain._ACTIVATIONS["swigluoai"](x), gate_up)
 
 
+def test_room_that_was_made_in_inference_mode_serves_outside_too() -> None:
+    x, weight = torch.ones(5, 24, dtype=torch.bfloat16), torch.ones(7, 24, dtype=torch.bfloat16)
+    cpu_plain._scratch.cache_clear()
+    with torch.inference_mode():
+        inside = cpu_plain.widened_linear(x, weight)
+    assert torch.equal(cpu_plain.widened_linear(x, weight), inside)
+
+
 def test_layers_multiply_with_the_live_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     for native in (True, False):
         monkeypatch.setattr(cpu_plain, "_native", lambda dtype, native=native: native)

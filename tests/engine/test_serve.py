@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +25,7 @@ from helpers.server import QUIET_CPU, VllmServer
 from helpers.stream import open_stream
 from helpers.tiny_models import build
 
+from delta_sync.ack import Ack
 from delta_sync.keys import SigningKey
 from delta_sync.ledger import Ledger
 from delta_sync.store.open import open_store
@@ -105,6 +106,15 @@ def test_equal_bits_make_the_first_version_live_without_an_anchor(world: World) 
     assert status["model_fingerprint"] == manifest.model_fingerprint
 
 
+def said(world: World, wanted: Callable[[Ack], bool], timeout: float = 30) -> Ack:
+    """What the replica acknowledges in the bucket, which comes a moment after its status says so."""
+    deadline = time.monotonic() + timeout
+    while not wanted(ack := world.trainer.ledger.acknowledgements()["box"]):
+        assert time.monotonic() < deadline, ack
+        time.sleep(0.05)
+    return ack
+
+
 def test_a_stream_goes_on_over_three_commits(world: World) -> None:
     stream = open_stream(world.server, PROMPT[:30], 1900)
     stream.wait_tokens(10)
@@ -118,7 +128,7 @@ def test_a_stream_goes_on_over_three_commits(world: World) -> None:
     assert seen[-1] < 1900, "the stream must still be open at the last commit"
     status = world.server.status()
     assert status["commits"] == 3
-    numbers = world.trainer.ledger.acknowledgements()["box"].performance
+    numbers = said(world, lambda ack: ack.version == status["version"]).performance
     assert numbers == status["performance"]
     assert {"noticed_seconds", "stage_seconds", "commit_seconds", "served_seconds", "gap_seconds"} < numbers.keys()
     assert numbers["fetched_bytes"] == len(world.trainer.objects[4][0])
@@ -193,7 +203,7 @@ def test_wrong_content_is_refused_while_a_stream_goes_on_and_an_anchor_heals_it(
     assert (status["state"], status["version"], status["lag"]) == ("refused", before["version"], 1)
     assert status["refusal"]["version"] == bad.version
     assert status["state_digest"] == before["state_digest"]
-    assert world.trainer.ledger.acknowledgements()["box"].refused_version == bad.version
+    said(world, lambda ack: ack.refused_version == bad.version)
     world.trainer.anchor(bad)
     status = world.server.wait_version(bad.version)
     assert (status["refusal"], status["anchors_taken"]) == (None, before["anchors_taken"] + 1)
@@ -222,7 +232,7 @@ def test_what_the_trainer_did_not_sign_is_refused(world: World) -> None:
     assert (status["refusal"]["kind"], status["refusal"]["version"]) == ("SignatureError", forged.version)
     assert (status["state"], status["version"]) == ("refused", before["version"])
     assert world.server.complete(PROMPT, 4)["text"]
-    assert world.trainer.ledger.acknowledgements()["box"].error_kind == "SignatureError"
+    said(world, lambda ack: ack.error_kind == "SignatureError")
     assert not (world.run / "replicas").exists()
     world.trainer.ledger.store.delete(forged.key)
     assert world.server.wait_version(world.trainer.step(20, 0.05).version)["refusal"] is None

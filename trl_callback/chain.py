@@ -184,8 +184,8 @@ class Chain:
         states = self._snapshot.advanced(changes.deltas)
         state = self._snapshot.digest_with(states)
         stored = parts.finish()
-        self._parts = None
         alone.result()
+        self._parts = None
         if stored:
             began, ended = min(one.began for one in stored), max(one.ended for one in stored)
             size = sum(one.ref.size for one in stored)

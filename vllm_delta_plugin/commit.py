@@ -12,7 +12,6 @@ from delta_sync.context_file import Decoded, decode_if_alone
 from delta_sync.delta_file import Unpacked
 from delta_sync.jit import compiled
 from vllm_delta_plugin.coverage import WeightMap
-from vllm_delta_plugin.gpu_decode import unpack_near
 from vllm_delta_plugin.live_storage import HAS_TRITON, LiveStorage
 from vllm_delta_plugin.staged import StageBuilder, Update
 
@@ -126,7 +125,11 @@ class Cuda:
 
     def read(self, data: bytes) -> Unpacked | Decoded | bytes:
         """See Device."""
-        return unpack_near(data, self._device) if HAS_TRITON else decode_if_alone(data)
+        if not HAS_TRITON:
+            return decode_if_alone(data)
+        from vllm_delta_plugin.gpu_decode import unpack_near
+
+        return unpack_near(data, self._device)
 
     def prepare(self, builder: StageBuilder) -> Swap:
         """See Device."""

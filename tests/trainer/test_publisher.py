@@ -206,7 +206,7 @@ def test_a_flush_has_a_deadline_and_says_why() -> None:
         run.publisher.flush(20)
         run.store.faults += [("deltas/", False)] * 3
         run.train()
-        time.sleep(0.1)
+        settle(lambda: run.publisher.last_error is not None)
         run.store.gate.clear()
         with pytest.raises(SyncTimeoutError, match=r"step 1.*injected.*flush_timeout"):
             run.publisher.flush(0.3)

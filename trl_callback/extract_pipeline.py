@@ -1,11 +1,12 @@
 """Buckets of tiles through the GPU: one is compared while the one before leaves and the one after comes in.
 
 The kernels run on the current stream, so what frees or rewrites parameters later is ordered after them. Snapshot bits
-that are in host memory come in on a stream beside it, changes go out on another. At most two buckets are on the device.
+that are in host memory come in on a stream beside it, changes go out on another. At most ``BUCKETS`` are on the device.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from trl_callback.extract_kernels import (
 from trl_callback.lanes import Lane, Mark
 from trl_callback.pinned import Arena
 
+BUCKETS = 3  # on the device at once: one compared, one on its way in, one on its way out
 _FIRST_ROOM = 1 << 20  # changes that the first capture has pinned memory for at once
 _SPARE = 1 << 22  # bytes for rows about pieces, and what the allocator rounds up: 1 MiB a large tensor
 _A_TILE = 16  # bytes for its piece, its count and where its changes end
@@ -120,19 +122,19 @@ class Pipeline:
     """Finds the changes of pairs on one device, with at most about ``bucket_bytes`` of its memory; not thread-safe."""
 
     def __init__(self, device: torch.device, bucket_bytes: int) -> None:
-        self._device, self._half = device, bucket_bytes // 2
+        self._device, self._room = device, bucket_bytes // BUCKETS
         self._rooms: dict[Kind, int] = {}  # changes that the last capture had
         self._nan: dict[str, int] = {}
 
     def __call__(self, pairs: Iterable[Pair]) -> Deltas:
         """See ``extract.extractor``."""
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            return _Capture(self._device, self._half, self._rooms, self._nan).run(pairs)
+            return _Capture(self._device, self._room, self._rooms, self._nan).run(pairs)
 
 
 class _Capture:
-    def __init__(self, device: torch.device, half: int, rooms: dict[Kind, int], nan: dict[str, int]) -> None:
-        self._device, self._half, self._rooms, self._nan = device, half, rooms, nan
+    def __init__(self, device: torch.device, room: int, rooms: dict[Kind, int], nan: dict[str, int]) -> None:
+        self._device, self._room, self._rooms, self._nan = device, room, rooms, nan
         self._main, self._in, self._out = Lane(device), Lane(device, beside=True), Lane(device, beside=True)
         self._began = self._main.mark()
         self._streamed: list[torch.Tensor] = []
@@ -141,27 +143,29 @@ class _Capture:
 
     def run(self, pairs: Iterable[Pair]) -> Deltas:
         """One bucket ahead: launch the next before the last one's counts are waited for."""
-        previous: Launched | None = None
-        leaving: Launched | None = None
+        there: deque[Launched] = deque()
         for number, bucket in enumerate(self._buckets(pairs)):
-            if leaving is not None and leaving.copied is not None:
-                leaving.copied.wait()
-            leaving = None  # its memory is free again
-            launched = self._launch(bucket, number)
-            if previous is not None:
-                self._collect(previous)
-            previous, leaving = launched, previous
-        if previous is not None:
-            self._collect(previous)
+            if len(there) == BUCKETS:
+                self._leave(there.popleft())
+            there.append(self._launch(bucket, number))
+            if len(there) > 1:
+                self._collect(there[-2])
+        if there:
+            self._collect(there[-1])
         self._out.mark().wait()
         self._rooms.update({kind: arena.used for kind, arena in self._arenas.items()})
         return self._deltas()
+
+    def _leave(self, launched: Launched) -> None:
+        """Wait until a bucket's changes are on the host: its memory is free again."""
+        assert launched.copied is not None  # collected when the next was launched
+        launched.copied.wait()
 
     def _buckets(self, pairs: Iterable[Pair]) -> Iterator[Bucket]:
         filling: dict[Kind, Bucket] = {}
         for pair in pairs:
             kind, begin = Kind.of(pair), 0
-            most = kind.tiles(self._half)
+            most = kind.tiles(self._room)
             self._found[pair.key] = (pair, kind, 0, 0)
             while begin < pair.live.numel():
                 bucket = filling.setdefault(kind, Bucket(kind))
@@ -214,10 +218,10 @@ class _Capture:
         width = bucket.kind.width
         if not self._streamed or self._streamed[0].numel() < bucket.tiles * TILE * width:
             self._main.mark().wait()  # nothing reads the smaller buffers any more
-            most = bucket.kind.tiles(self._half) * TILE * width
-            self._streamed = [self._empty(most, torch.int8) for _ in range(2)]
+            most = bucket.kind.tiles(self._room) * TILE * width
+            self._streamed = [self._empty(most, torch.int8) for _ in range(BUCKETS)]
             self._in.after(self._main.mark())
-        target = self._streamed[number % 2].view(SIGNED[width])
+        target = self._streamed[number % BUCKETS].view(SIGNED[width])
         places = [target[tile * TILE :][: piece.numel()] for tile, piece in
                   zip(bucket.first_tiles, bucket.held, strict=True)]  # fmt: skip
         with self._in.work():

@@ -1,6 +1,6 @@
 """What finding and bringing out a step's changes costs on a GPU, beside reading master and snapshot once.
 
-Usage: python benchmarks/gpu/extract.py [--shape qwen3-0.6b] [--shape qwen3-8b] [--density 0.01] [--sweep]
+Usage: python benchmarks/gpu/extract.py [--shape qwen3-0.6b] [--shape qwen3-8b] [--density 0.01] [--buckets 3] [--sweep]
 
 Random weights in a real model's shapes, of which a random share moves by one ULP. Floors are measured in the same run:
 one read of master and snapshot at the best reading speed of the card, the copy of the changes (10 bytes each: int64
@@ -37,7 +37,7 @@ from trl_callback.pinned import pinned_copy  # noqa: E402
 DEVICE = torch.device("cuda", 0)
 BF16 = dtype("BF16")
 MASTERS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-HEAD = ("shape", "master", "snapshot on", "bucket MiB", "changed", "extract", "of it tables", "read floor",
+HEAD = ("shape", "master", "snapshot on", "bucket MiB", "at once", "changed", "extract", "of it tables", "read floor",
         "times floor", "out floor", "in floor", "torch ops", "host loop", "peak MiB beside the model")  # fmt: skip
 
 
@@ -123,27 +123,32 @@ def check(pipeline: Pipeline, live: Mapping[str, torch.Tensor], held: Mapping[st
 
 
 def rows(
-    shape: str, master: str, density: float, speed: Mapping[str, float], buckets: list[int]
+    shape: str, master: str, density: float, speed: Mapping[str, float], sizes: list[int], at_once: list[int]
 ) -> Iterator[list[str]]:
-    """One line of the table for each place of the snapshot and size of a bucket."""
+    """One line of the table for each place of the snapshot, size of a bucket and how many are there at once."""
     live, on_device = model(shape, master, density)
     weights, bits = (sum(t.nbytes for t in some.values()) for some in (live, on_device))
     read = (weights + bits) / speed["read"]
     for where in ("cuda", "cpu"):
         held = on_device if where == "cuda" else {n: host_copy(t) for n, t in on_device.items()}
         host = timed(by_the_host, live, held, times=1) if where == "cpu" else None
-        for bucket in buckets:
+        for bucket, extract_pipeline.BUCKETS in itertools.product(sizes, at_once):
             pipeline = Pipeline(DEVICE, bucket)
             changed = check(pipeline, live, held)
             launching = timed(launches, live, held, bucket)
-            ops = timed(by_torch, live, held, times=1) if bucket == buckets[0] else None
+            ops = (
+                timed(by_torch, live, held, times=1)
+                if (bucket, extract_pipeline.BUCKETS) == (sizes[0], at_once[0])
+                else None
+            )
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             spent = timed(run, pipeline, live, held)
             peak = (torch.cuda.max_memory_allocated() - before) / 2**20
             yield [
-                shape, master, where, f"{bucket / 2**20:.0f}", f"{changed:,}", f"{spent:.1f}", f"{launching:.1f}",
+                shape, master, where, f"{bucket / 2**20:.0f}", str(extract_pipeline.BUCKETS), f"{changed:,}",
+                f"{spent:.1f}", f"{launching:.1f}",
                 f"{read:.1f}", f"{spent / read:.2f}", f"{changed * 10 / speed['out']:.1f}",
                 "-" if where == "cuda" else f"{bits / speed['in']:.1f}", "-" if ops is None else f"{ops:.0f}",
                 "-" if host is None else f"{host:,.0f}", f"{peak:.0f}",
@@ -152,7 +157,7 @@ def rows(
 
 def launches(live: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor], bucket: int) -> None:
     """Only the Python of cutting buckets and making tables: what no kernel can hide."""
-    capture = extract_pipeline._Capture(DEVICE, bucket // 2, {}, {})
+    capture = extract_pipeline._Capture(DEVICE, bucket // extract_pipeline.BUCKETS, {}, {})
     for cut in capture._buckets(pairs(live, held)):
         cut.table([0] * len(cut.pairs))
 
@@ -177,13 +182,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, action="append")
     parser.add_argument("--density", type=float, default=0.01)
+    parser.add_argument("--buckets", type=int, action="append", help="how many on the device at once")
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
     speed = floors()
     print(torch.cuda.get_device_name(), {k: f"{v / 1e6:.0f} GB/s" for k, v in speed.items()}, f"{args.density:.2%}\n")
     print("|", " | ".join(HEAD), "|\n|" + "---|" * len(HEAD), flush=True)
-    for shape, master in itertools.product(args.shape or ["qwen3-0.6b", "qwen3-8b"], MASTERS):
-        for row in rows(shape, master, args.density, speed, [BUCKET_BYTES, 4 * BUCKET_BYTES]):
+    shapes, at_once = args.shape or ["qwen3-0.6b", "qwen3-8b"], args.buckets or [extract_pipeline.BUCKETS]
+    for shape, master in itertools.product(shapes, MASTERS):
+        for row in rows(shape, master, args.density, speed, [BUCKET_BYTES, 4 * BUCKET_BYTES], at_once):
             print("|", " | ".join(row), "|", flush=True)
         torch.cuda.empty_cache()
     if args.sweep:

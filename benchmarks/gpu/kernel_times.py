@@ -1,6 +1,6 @@
 """What the GPU's own work costs, without vLLM: staging, committing, digesting, beside the card's copy bandwidth.
 
-Usage: python benchmarks/gpu/kernels.py [--shape qwen3-0.6b] [--density 0.01]...
+Usage: python benchmarks/gpu/kernel_times.py [--shape qwen3-0.6b] [--density 0.01]...
 
 Random weights in a real model's shapes, random positions (no neighbours: the worst case for memory), one JSON object a
 line. Floors: 64-byte granules touched are read and written once, and so is what is staged, at the bandwidth of a large

@@ -157,7 +157,8 @@ def measure(args: argparse.Namespace, place: Path) -> None:
             recorders = streams.stop()
         heard = [row for row in rows if gaps(recorders, row["begin"], row["end"])]
         if len(heard) < 0.9 * len(rows):  # else all streams were between two completions
-            raise SystemExit(f"no tokens came while {len(rows) - len(heard)} of {len(rows)} versions did: {[r.interruptions for r in recorders]}")
+            missed = f"{len(rows) - len(heard)} of {len(rows)} versions"
+            raise SystemExit(f"no tokens came while {missed} did: {[r.interruptions for r in recorders]}")
         say("comparing", began)
         tensors = server.get("/delta_sync/tensors?scan=1", timeout=300)["tensors"]
         exact = {name: int(entry["digest"], 16) for name, entry in tensors.items()} == run.digests()

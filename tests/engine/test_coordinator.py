@@ -603,7 +603,7 @@ def test_the_status_says_when_the_store_answered_last(
 def test_a_store_that_does_not_answer_holds_up_no_client(
     trainer: Publisher, replica_of: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_delta_plugin.coordinator._SLOW_STORE", 0.3)
+    monkeypatch.setattr("vllm_delta_plugin.lookout._SLOW_STORE", 0.3)
     trainer.origin()
     replica = replica_of().start()
     replica.wait_version(1)

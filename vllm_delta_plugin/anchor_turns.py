@@ -35,7 +35,7 @@ class AnchorTurns:
         """The try that was just planned begins at an anchor, or does not."""
         self._tried = anchor
 
-    def leads_past(self) -> bool:
+    def lead_past(self) -> bool:
         """Whether an anchor leads past an object that was deleted: then nothing is refused, and the anchor is next."""
         self._gone += 1
         return self._gone <= _RE_ANCHORS and self._is_past()

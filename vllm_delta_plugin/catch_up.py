@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 
-from delta_sync.errors import ChainError, DeltaSyncError, FormatError, IntegrityError, MappingError
-from delta_sync.ledger import Ledger
+from delta_sync.errors import ChainError, DeltaSyncError
+from delta_sync.ledger import AnchorRef, Ledger
 from delta_sync.manifest import Manifest
 from delta_sync.plan import Plan, Position
 from vllm_delta_plugin.anchor_turns import AnchorTurns
 from vllm_delta_plugin.control import Control
-from vllm_delta_plugin.engine_commit import RolledBack
+from vllm_delta_plugin.damaged_anchors import NO_WAY, DamagedAnchors, NotTaken
 from vllm_delta_plugin.fallback import Fallback
 from vllm_delta_plugin.holding import Hold
 from vllm_delta_plugin.live import Live
 from vllm_delta_plugin.lookout import Lookout
-from vllm_delta_plugin.ranks import RankError, is_transient
+from vllm_delta_plugin.ranks import kind_of
 from vllm_delta_plugin.reporter import Reporter
 from vllm_delta_plugin.status import Status
 from vllm_delta_plugin.taker import Taker
 
-NO_WAY = (ChainError, FormatError, IntegrityError)  # what a plan fails with until somebody repairs the run
 _GONE = "NotFoundError"  # a rank's error: an object of the plan was deleted, by retention or by accident
 
 
@@ -34,22 +34,37 @@ class CatchUp:
         status: Status,
         report: Reporter,
         taker: Taker,
+        damaged: DamagedAnchors,
         control: Control,
         lookout: Lookout,
         hold: Hold,
     ) -> None:
         self._ledger, self._live, self._status, self._report = ledger, live, status, report
-        self._taker, self._control, self._lookout, self._hold = taker, control, lookout, hold
-        self._fallback = Fallback(ledger, live, status, taker)
+        self._damaged, self._control, self._lookout, self._hold = damaged, control, lookout, hold
+        self._fallback = Fallback(ledger, live, status, taker, damaged)
         self._anchors = AnchorTurns(ledger, live, status)
         self._searched: Hashable = None  # what the store looked like, and where that led: not searched again
 
     def go(self, newest: Manifest) -> bool:
-        """One try to serve the newest version, or the one that an operator holds."""
-        plan, error = self._plan(newest)
-        if error is not None:
-            return self._no_way(newest, error)
-        return plan is not None and self._take(plan)
+        """Try to serve the newest version, or the one that an operator holds; RolledBack if a rank failed to commit.
+
+        Once more for each damaged anchor that only the search for something older brought to light.
+        """
+        self._damaged.forget()
+        anchor, moved = self._anchors.is_next(), False
+        while True:
+            try:
+                failed = self._damaged.take(partial(self._plan, newest, anchor))
+            except NO_WAY as error:
+                return self._no_way(newest, error) or moved
+            if failed is None:
+                self.arrived()
+                return True
+            known = self._damaged.found
+            moved = self._failed(failed) or moved
+            if self._damaged.found == known:
+                return moved
+            anchor = False
 
     def cannot_read_newest(self, error: DeltaSyncError) -> bool:
         """The newest version's manifest, or what HEAD says of it, is damaged: a refusal, so that it is healed."""
@@ -58,6 +73,7 @@ class CatchUp:
             raise error
         self._status.saw(top.version)
         self._report.unreadable(top, error)
+        self._damaged.forget()
         return self._hold.over() and self._fall_back(top, None, error)
 
     def arrived(self) -> None:
@@ -65,9 +81,9 @@ class CatchUp:
         self._hold.clear()
         self._anchors.clear()
 
-    def _plan(self, newest: Manifest) -> tuple[Plan | None, DeltaSyncError | None]:
-        """The way there, None if it is served already; or what stands in the way."""
-        anchor = self._anchors.is_next()
+    def _plan(self, newest: Manifest, anchor: bool, without: frozenset[AnchorRef]) -> Plan | None:
+        """The way there, None if it is served already; raises NO_WAY."""
+        anchor = anchor or self._live.lost
         try:
             with self._lookout.asking():
                 plan = self._ledger.plan(
@@ -77,14 +93,30 @@ class CatchUp:
                     use_folds=self._status.refusal is None,
                     target=self._control.target,
                     newest=newest,
+                    without=without,
                 )
-        except NO_WAY as error:
+        except NO_WAY:
             self._anchors.tried(anchor)
-            return None, error
+            raise
         self._anchors.tried(plan is not None and plan.start == "anchor")
-        if plan is None:
-            self._hold.clear()
-        return plan, None
+        if without and plan is not None and self._comes_by(plan):
+            raise ChainError(
+                f"way to version {plan.target.version} without that anchor",
+                expected="another anchor past the version that is served",
+                got=f"only that of version {plan.anchor and plan.anchor.version}",
+                remedy="attach an anchor to the newest version",
+            )
+        return plan
+
+    def _comes_by(self, plan: Plan) -> bool:
+        """Whether a plan from an anchor leads over what is served: from there on it is the chain, tried in turn."""
+        at = None if self._live.lost else self._live.position
+        if at is None or plan.anchor is None:
+            return False
+        return at.manifest in {
+            plan.anchor.manifest,
+            *(step.sha256 for step in plan.deltas if isinstance(step, Manifest)),
+        }
 
     def _no_way(self, newest: Manifest, error: DeltaSyncError) -> bool:
         if self._anchors.may_come(newest, error):
@@ -93,34 +125,19 @@ class CatchUp:
         self._report.no_way(newest, error)
         return self._fall_back(Position(newest.version, newest.sha256), None, error)
 
-    def _take(self, plan: Plan) -> bool:
-        try:
-            self._taker.take(plan)
-        except RolledBack:
-            self._hold.start()
-        except RankError as error:
-            if is_transient(error):
-                raise
-            if error.kind == _GONE and not self._live.lost and self._anchors.leads_past():
-                self._report.passed_by(plan, error)
-            else:
-                return self._refuse(plan, error)
-        except (IntegrityError, MappingError) as error:
-            return self._refuse(plan, error)
-        else:
-            self.arrived()
-            return True
-        return False
-
-    def _refuse(self, plan: Plan, error: DeltaSyncError) -> bool:
-        self._report.refused(plan, error)
-        return self._fall_back(plan.position, plan, error)
+    def _failed(self, failed: NotTaken) -> bool:
+        is_gone = kind_of(failed.error) == _GONE
+        if is_gone and not self._live.lost and self._anchors.lead_past():
+            self._report.passed_by(failed.plan, failed.error)
+            return False
+        self._report.refused(failed.plan, failed.error, failed.text)
+        return self._fall_back(failed.plan.position, failed.plan, failed.error)
 
     def _fall_back(self, refused: Position, plan: Plan | None, error: DeltaSyncError) -> bool:
         """Wait for a remedy, serving the newest version before the refused one that can be proven."""
-        signal, served = self._lookout.signal(refused.manifest), False
+        signal, moved = self._lookout.signal(refused.manifest), False
         if self._control.target is None and (signal, self._live.position) != self._searched:
-            served = self._fallback.take(refused.version, plan, error)
+            moved = self._fallback.take(refused.version, plan, error)
             self._searched = signal, self._live.position
         self._hold.start(signal)
-        return served
+        return moved

@@ -8,14 +8,17 @@ from typing import Any
 
 from delta_sync.errors import DeltaSyncError
 from delta_sync.ledger import Ledger
-from vllm_delta_plugin.catch_up import NO_WAY, CatchUp
+from vllm_delta_plugin.catch_up import CatchUp
 from vllm_delta_plugin.config import ReplicaConfig
 from vllm_delta_plugin.control import Control
+from vllm_delta_plugin.damaged_anchors import NO_WAY, DamagedAnchors
+from vllm_delta_plugin.engine_commit import RolledBack
 from vllm_delta_plugin.holding import Hold
 from vllm_delta_plugin.live import Live
 from vllm_delta_plugin.log import logger
 from vllm_delta_plugin.lookout import BUSY_TURN, Lookout
 from vllm_delta_plugin.main_thread import EngineBroken, Stopped
+from vllm_delta_plugin.ranks import kind_of
 from vllm_delta_plugin.reporter import Reporter
 from vllm_delta_plugin.scans import Scans
 from vllm_delta_plugin.status import Status
@@ -35,8 +38,11 @@ class Coordinator:
         self._scans = Scans(live, status, self._report, self._hold, stop)
         self._lookout = Lookout(config, ledger, live, status, self._hold)
         taker = Taker(live, status, self._report)
-        self._control = Control(ledger, live, status, taker, self._scans.finish_one)
-        self._catch_up = CatchUp(ledger, live, status, self._report, taker, self._control, self._lookout, self._hold)
+        damaged = DamagedAnchors(taker, self._report)
+        self._control = Control(ledger, live, status, taker, damaged, self._scans.finish_one)
+        self._catch_up = CatchUp(
+            ledger, live, status, self._report, taker, damaged, self._control, self._lookout, self._hold
+        )
         self._waiters = Waiters()
         self._thread = threading.Thread(target=self.run, name="delta-sync", daemon=True)
         self._clock = threading.Thread(target=self._watch, name="delta-sync-clock", daemon=True)
@@ -89,7 +95,7 @@ class Coordinator:
                 if not isinstance(error, DeltaSyncError) and self._is_news(error):
                     logger.exception("delta sync: unexpected error, trying again")
                 self.status.note_error(error)
-                self.status.measures.failed(type(error).__name__)
+                self.status.measures.failed(kind_of(error))
                 self._hold.start()
 
     def turn(self) -> None:
@@ -100,7 +106,13 @@ class Coordinator:
             if self._control.obey():
                 self._catch_up.arrived()
                 self._tell()
-        elif self._follow():
+            return
+        try:
+            moved = self._follow()
+        except RolledBack:  # reported and counted where it happened; what came before it may have been served
+            self._hold.start()
+            moved = True
+        if moved:
             self._tell()
 
     def _follow(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from delta_sync import tracing
 from delta_sync.codec import codec_names
 from delta_sync.context_codec import CONTEXT_CODEC
-from delta_sync.errors import MappingError, NotFoundError
+from delta_sync.errors import DeltaSyncError, MappingError
 from delta_sync.ledger import Ledger
 from delta_sync.limits import for_model
 from delta_sync.signing import PublicKeys, load_public_keys
@@ -145,7 +145,7 @@ class DeltaSync:
                 data = read_adapter(name, described["shape"], self._ranks)
             else:
                 data = assemble(name, described, self._ranks.tell("read_tensor", name))
-        except (MappingError, NotFoundError) as error:
+        except DeltaSyncError as error:  # of a rank, most likely
             return {"error": str(error)}
         return {"dtype": described["dtype"], "shape": described["shape"], "version": version, "data": data}
 

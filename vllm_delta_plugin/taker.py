@@ -25,6 +25,8 @@ class Taker:
         RankError, IntegrityError or MappingError if it is refused (live weights are as before, unless ``live.lost``);
         RolledBack if it could not be committed; SyncTimeoutError.
         """
+        for error in plan.damaged:
+            self._report.anchor_left_out(error, "an anchor is left out")
         self._live.check(plan)
         if self._live.lost:
             self._load(plan)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from helpers.publish import Publisher
 from test_coordinator import Replica, anchor, other, replica_of, trainer, uri, weights  # noqa: F401
+from test_fallback import spoil_anchor
 
 from delta_sync.errors import StoreError
 
@@ -55,6 +56,23 @@ def test_a_rollback_takes_an_anchor_where_deltas_do_not_lead_back(trainer: Publi
     assert replica.executor.equal(before)
 
 
+def test_a_reload_goes_around_a_damaged_anchor(trainer: Publisher, replica: Replica) -> None:
+    anchor(trainer, trainer.writer.head)
+    newest = trainer.step(7)
+    anchor(trainer, newest)
+    replica.wait_version(5)
+    replica.executor.ranks[0].live["w"][0, 0] ^= 1
+    spoil_anchor(trainer, 5)
+    answer = order(replica, "reload")
+    assert answer["ok"], answer
+    assert (answer["status"]["version"], answer["status"]["state"]) == (5, "live")
+    assert replica.executor.equal(trainer.weights)
+    assert "the anchor of version 5 is left out" in answer["status"]["last_error"]["error"]
+    spoil_anchor(trainer, 4)
+    answer = order(replica, "reload")
+    assert answer["code"] == 409 and "No other way" in answer["error"]
+
+
 def test_without_any_way_back_nothing_changes(trainer: Publisher, replica: Replica) -> None:
     trainer.damage(trainer.ledger.manifest(4))
     answer = order(replica, "rollback", 2)
@@ -71,6 +89,7 @@ def test_a_rank_that_fails_a_rollback_leaves_all_where_they_were(trainer: Publis
     assert order(replica, "rollback", 3)["code"] == 409
     assert replica.status["version"] == 4
     assert replica.executor.equal(trainer.weights)
+    assert replica.coordinator.status.measures.failures["RolledBack"] == replica.status["rollbacks"] == 1
     replica.executor.ranks[1].fail.clear()
     assert order(replica, "rollback", 3)["ok"]
 

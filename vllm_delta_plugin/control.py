@@ -10,12 +10,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from delta_sync.errors import ChainError, DeltaSyncError, IntegrityError
+from delta_sync.errors import ChainError, DeltaSyncError
 from delta_sync.ledger import AnchorRef, Ledger
 from delta_sync.manifest import Manifest
 from delta_sync.plan import Plan, Position
 from delta_sync.way_back import plan_back
-from vllm_delta_plugin.damaged_anchors import DamagedAnchors
+from vllm_delta_plugin.damaged_anchors import NO_WAY, DamagedAnchors
 from vllm_delta_plugin.engine_commit import RolledBack
 from vllm_delta_plugin.live import Live
 from vllm_delta_plugin.log import logger
@@ -116,7 +116,7 @@ class Control:
             elif target.sha256 != at.manifest:
                 try:
                     plan_back(self._ledger, target, at)
-                except (ChainError, IntegrityError):
+                except NO_WAY:
                     self._way(target, None)
 
     def _aim(self, action: str, version: int | None) -> tuple[Manifest, Position]:
@@ -145,7 +145,7 @@ class Control:
         """By undoing the deltas in between, else by an anchor."""
         try:
             self._taker.take(plan_back(self._ledger, target, at))
-        except (ChainError, IntegrityError, RankError) as error:
+        except (*NO_WAY, RankError) as error:
             if is_transient(error) or isinstance(error, RolledBack):
                 raise
             logger.info(

@@ -92,10 +92,7 @@ class Coordinator:
             except (Stopped, EngineBroken):
                 return
             except Exception as error:  # noqa: BLE001  # a bug must show in status, not end the replica
-                if not isinstance(error, DeltaSyncError) and self._is_news(error):
-                    logger.exception("delta sync: unexpected error, trying again")
-                self.status.note_error(error)
-                self.status.measures.failed(kind_of(error))
+                self._note(error)
                 self._hold.start()
 
     def turn(self) -> None:
@@ -144,10 +141,20 @@ class Coordinator:
     def _watch(self) -> None:
         """Beside the coordinator's thread, which a store may hold up: deadlines of clients, and a word in status."""
         while not self._stop.wait(_TICK):
-            self._waiters.expire(self.status.to_dict)
-            self._control.expire()
-            self._live.gate.expire()
-            self._lookout.complain_if_slow()
+            try:
+                self._waiters.expire(self.status.to_dict)
+                self._control.expire()
+                self._live.gate.expire()
+                self._lookout.complain_if_slow()
+            except Exception as error:  # noqa: BLE001  # without this thread clients would wait for ever
+                self._note(error)
+
+    def _note(self, error: Exception) -> None:
+        """In status and counts, with a traceback in the log if it is a bug that was not seen just before."""
+        if not isinstance(error, DeltaSyncError) and self._is_news(error):
+            logger.exception("delta sync: unexpected error, trying again")
+        self.status.note_error(error)
+        self.status.measures.failed(kind_of(error))
 
     def _is_news(self, error: Exception) -> bool:
         return self.status.last_error is None or self.status.last_error["error"] != str(error)

@@ -22,7 +22,7 @@ from vllm_delta_plugin.coordinator import Coordinator
 from vllm_delta_plugin.engine_load import Pause
 from vllm_delta_plugin.live import Live
 from vllm_delta_plugin.log import logger
-from vllm_delta_plugin.main_thread import MainThread
+from vllm_delta_plugin.main_thread import EngineBroken, MainThread
 from vllm_delta_plugin.output_clock import OutputClock
 from vllm_delta_plugin.ranks import Ranks
 from vllm_delta_plugin.read_back import assemble, read_adapter
@@ -147,6 +147,9 @@ class DeltaSync:
                 data = assemble(name, described, self._ranks.tell("read_tensor", name))
         except DeltaSyncError as error:  # of a rank, most likely
             return {"error": str(error)}
+        except EngineBroken as error:  # vLLM only tells the client what a utility raises
+            self.main.end(error)
+            raise
         return {"dtype": described["dtype"], "shape": described["shape"], "version": version, "data": data}
 
 

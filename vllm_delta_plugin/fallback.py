@@ -53,6 +53,7 @@ class Fallback:
             except DeltaSyncError as error:
                 if is_transient(error) or isinstance(error, RolledBack):
                     raise
+                logger.info("delta sync: nor can version %d be taken: %s", target, error)
                 if plan is not None and self._damaged.blame(plan, error):
                     self._damaged.report(plan, error)  # the same again, from another start
                 elif plan is not None:

@@ -6,7 +6,7 @@ import json
 import math
 import mmap
 import struct
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from delta_sync.dtypes import DType, dtype
 from delta_sync.errors import FormatError, IntegrityError
 from delta_sync.limits import Limits
 from delta_sync.manifest import AnchorRecord, ObjectRef
+from delta_sync.store.keys import anchor_key
 from delta_sync.strict_json import clip
 
 if TYPE_CHECKING:
@@ -169,21 +170,29 @@ def _entry_bytes(name: str, shape: tuple[int, ...]) -> int:
 
 
 def iter_anchor_tensors(
-    ledger: Ledger, record: AnchorRecord, wanted: Collection[str] | None = None
+    ledger: Ledger,
+    record: AnchorRecord,
+    wanted: Collection[str] | None = None,
+    reading: Callable[[str], None] = lambda key: None,
 ) -> Iterator[Tensor]:
     """An anchor's tensors as (name, dtype, shape, bits ``[n]``, read-only); only those named in ``wanted``, if given.
 
     Reads one shard at a time, whole, and checks its sha256 before handing on any of it. So memory holds one shard
     (about 1 GiB, or one tensor if that is larger), and a second one only while the caller still keeps a tensor of the
     one before: ``bits`` are views that keep their shard alive. Shards with nothing wanted are not read where an index
-    says so. Never looks at config, tokenizer or code. IntegrityError if a shard, or the set of tensors, is not what
-    the record promises; FormatError.
+    says so. ``reading`` is told the key of what is looked at: a shard, or the record for what is wrong with the whole.
+    Never looks at config, tokenizer or code. IntegrityError if a shard, or the set of tensors, is not what the record
+    promises; FormatError.
     """
+    whole = anchor_key(record.version, record.epoch)
+    reading(whole)
     left = set(record.tensors) if wanted is None else set(wanted)
     if unknown := left - record.tensors.keys():
         raise IntegrityError("anchor", expected=f"tensors {sorted(unknown)[:3]}", got="a record without them")
     for ref in _shards(ledger, record, left):
+        reading(ref.key)
         yield from _wanted_of(ledger, record, ref, left)
+    reading(whole)
     if left:
         raise IntegrityError(f"anchor {record.version}", expected=f"tensors {sorted(left)[:3]}", got="shards without")
 

@@ -20,6 +20,7 @@ import math
 import random
 import threading
 import time
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -180,12 +181,14 @@ class Ledger:
         use_folds: bool = True,
         target: Manifest | None = None,
         newest: Manifest | None = None,
+        without: Collection[AnchorRef] = (),
     ) -> Plan | None:
         """How a replica gets to the newest version; None if it is there, or if there is no version yet.
 
         ``position``: what it serves, None if unknown; ``live_state``: state digest of the bits in its memory, None if
         unknown; ``prefer_anchor``: trust neither; ``use_folds``: take a fold of several deltas where it is smaller;
-        ``target``: this version rather than the newest, wherever it is; ``newest``: that, if it was just looked for.
+        ``target``: this version rather than the newest, wherever it is; ``newest``: that, if it was just looked for;
+        ``without``: anchors that are not to be taken, because they turned out to be damaged.
         Costs one read for each version on the way, and a listing where there are several.
         ChainError if no start exists; FormatError or IntegrityError if only damage stands in the way.
         """
@@ -193,7 +196,7 @@ class Ledger:
         if head is None or not (prefer_anchor or target or self.is_ahead(head, position)):
             return None
         known = (None, None) if prefer_anchor else (position, live_state)
-        return build_plan(self, head, *known, use_folds=use_folds)
+        return build_plan(self, head, *known, use_folds=use_folds, without=without)
 
     # --- versions
 

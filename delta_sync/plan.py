@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from delta_sync.errors import DeltaSyncError
 from delta_sync.manifest import AnchorRecord, FoldRecord, Manifest, TensorState
 
 Start = Literal["position", "live", "anchor", "back"]
@@ -29,6 +30,7 @@ class Plan:
     of ``deltas``, which are undone).
     ``tensors``: every tensor that anchor and deltas touch, with its state at ``target``. Where ``target`` is an adapter
     these lead to the weights below it; its own object comes on top, and those of adapters before it are not needed.
+    ``damaged``: what is wrong with anchors nearer to ``target``, over which the search for a start went on.
     """
 
     target: Manifest
@@ -36,6 +38,7 @@ class Plan:
     anchor: AnchorRecord | None
     deltas: tuple[Step, ...]
     tensors: Mapping[str, TensorState]
+    damaged: tuple[DeltaSyncError, ...] = field(default=(), compare=False)
 
     @property
     def position(self) -> Position:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,19 +13,25 @@ from delta_sync.plan import Plan, Position, Start
 from delta_sync.route import Folds, route
 
 if TYPE_CHECKING:
-    from delta_sync.ledger import Ledger
+    from delta_sync.ledger import AnchorRef, Ledger
 
 _DAMAGE = (ChainError, FormatError, IntegrityError, NotFoundError)
 
 
 def build_plan(
-    ledger: Ledger, head: Manifest, position: Position | None, live_state: str | None, *, use_folds: bool = True
+    ledger: Ledger,
+    head: Manifest,
+    position: Position | None,
+    live_state: str | None,
+    *,
+    use_folds: bool = True,
+    without: Collection[AnchorRef] = (),
 ) -> Plan:
     """From ``position`` if deltas or a fold lead on from it, else from the newest version with those bits or an anchor.
 
-    What a reader fetches is the least in bytes that leads there from that start.
+    What a reader fetches is the least in bytes that leads there from that start. ``without``: anchors to pass over.
     """
-    search = _Search(ledger, head, Folds(ledger, use=use_folds), [])
+    search = _Search(ledger, head, Folds(ledger, use=use_folds), without, [], [])
     plan = search.from_position(position) if position is not None else None
     plan = plan or search.from_bits(live_state)
     if plan is None:
@@ -38,7 +44,9 @@ class _Search:
     ledger: Ledger
     head: Manifest
     folds: Folds
+    without: Collection[AnchorRef]
     damage: list[DeltaSyncError]  # what stood in the way
+    anchors: list[DeltaSyncError]  # that part of it which is some anchor's
 
     def from_position(self, position: Position) -> Plan | None:
         walked: list[Manifest] = []
@@ -51,7 +59,7 @@ class _Search:
         return self._plan("position", position.manifest, None, walked)
 
     def from_bits(self, live_state: str | None) -> Plan | None:
-        anchored = {(ref.version, ref.epoch) for ref in self.ledger.anchors()}
+        anchored = {(ref.version, ref.epoch) for ref in self.ledger.anchors() if ref not in self.without}
         walked: list[Manifest] = []
         for manifest in downwards(self.ledger, self.head, self.damage):
             walked.append(manifest)
@@ -73,6 +81,7 @@ class _Search:
                 raise IntegrityError(what, expected=self.head.state_digest, got=got, remedy="attach a new anchor")
         except _DAMAGE as error:
             self.damage.append(error)
+            self.anchors.append(error)
             return None
         return plan
 
@@ -85,7 +94,7 @@ class _Search:
         tensors: dict[str, TensorState] = dict(anchor.tensors) if anchor else {}
         for step in deltas:
             tensors.update(step.tensors)
-        return Plan(self.head, start, anchor, deltas, tensors)
+        return Plan(self.head, start, anchor, deltas, tensors, tuple(self.anchors))
 
 
 def downwards(ledger: Ledger, head: Manifest, damage: list[DeltaSyncError]) -> Iterator[Manifest]:

@@ -59,12 +59,13 @@ def target_tensors(
 ) -> Iterator[tuple[str, Array]]:
     """Every tensor this rank holds, flat carrier bits at the plan's target; IntegrityError if one is missing.
 
-    Each is the anchor's, checked against its sha256 by the reader, with the deltas after the anchor applied.
+    Each is the anchor's, checked against its sha256 by the reader, with the deltas after the anchor applied. The job
+    is told which of the anchor's objects is read.
     """
     if plan.anchor is None:
         raise ChainError("plan", expected="an anchor", got="none")
     missing = set(weights.tensors)
-    for name, dtype, shape, bits in iter_anchor_tensors(ledger, plan.anchor, wanted=missing):
+    for name, dtype, shape, bits in iter_anchor_tensors(ledger, plan.anchor, missing, job.reading):
         job.check()
         check_tensor(weights, name, dtype, tuple(shape), only_rank=True)
         missing.discard(name)
@@ -79,3 +80,4 @@ def target_tensors(
             got=f"no {sorted(missing)[0]!r}",
             remedy="publish a complete anchor",
         )
+    job.reading(None)

@@ -15,6 +15,7 @@ from delta_sync.delta import apply
 from delta_sync.dtypes import DType
 from delta_sync.errors import IntegrityError
 from delta_sync.tensor_delta import TensorDelta
+from vllm_delta_plugin.background import Job
 from vllm_delta_plugin.coverage import WeightMap
 from vllm_delta_plugin.regions import holds, scatter_source
 
@@ -65,17 +66,22 @@ def live_bits(weights: WeightMap, name: str, dtype: DType, shape: tuple[int, ...
 
 
 class AnchorBits:
-    """An anchor's tensors, read at the first call: the whole model in host memory while a chain is decoded."""
+    """An anchor's tensors, read at the first call: the whole model in host memory while a chain is decoded.
 
-    def __init__(self, ledger: Ledger, anchor: AnchorRecord, aliases: Mapping[str, str]) -> None:
-        self._ledger, self._anchor, self._aliases = ledger, anchor, aliases
+    ``job`` is told of the anchor's objects while they are read, so that none of their errors is a delta's.
+    """
+
+    def __init__(self, job: Job[Any], ledger: Ledger, anchor: AnchorRecord, aliases: Mapping[str, str]) -> None:
+        self._job, self._ledger, self._anchor, self._aliases = job, ledger, anchor, aliases
         self._bits: dict[str, Array] | None = None
 
     def __call__(self, name: str, dtype: DType, shape: tuple[int, ...]) -> Array:
         """A tensor's flat bits, a copy; IntegrityError if the anchor lacks it."""
         if self._bits is None:
-            tensors = iter_anchor_tensors(self._ledger, self._anchor)
+            delta = self._job.object
+            tensors = iter_anchor_tensors(self._ledger, self._anchor, reading=self._job.reading)
             self._bits = {found: np.array(bits).reshape(-1) for found, _, _, bits in tensors}
+            self._job.reading(delta)
         bits = self._bits.get(name, self._bits.get(self._aliases.get(name, name)))
         if bits is None:
             raise IntegrityError(f"anchor of version {self._anchor.version}", expected=f"tensor {name!r}", got="none")

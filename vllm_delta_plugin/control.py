@@ -10,11 +10,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from delta_sync.errors import ChainError, DeltaSyncError, IntegrityError
-from delta_sync.ledger import Ledger
+from delta_sync.errors import ChainError, DeltaSyncError
+from delta_sync.ledger import AnchorRef, Ledger
 from delta_sync.manifest import Manifest
 from delta_sync.plan import Plan, Position
 from delta_sync.way_back import plan_back
+from vllm_delta_plugin.damaged_anchors import NO_WAY, DamagedAnchors
 from vllm_delta_plugin.engine_commit import RolledBack
 from vllm_delta_plugin.live import Live
 from vllm_delta_plugin.log import logger
@@ -38,8 +39,17 @@ class Control:
     Only a rollback ever takes a replica to a lower version, and it holds it there. Nothing outlives the engine.
     """
 
-    def __init__(self, ledger: Ledger, live: Live, status: Status, taker: Taker, scan: Callable[[], None]) -> None:
-        self._ledger, self._live, self._status, self._taker, self._scan = ledger, live, status, taker, scan
+    def __init__(
+        self,
+        ledger: Ledger,
+        live: Live,
+        status: Status,
+        taker: Taker,
+        damaged: DamagedAnchors,
+        scan: Callable[[], None],
+    ) -> None:
+        self._ledger, self._live, self._status, self._scan = ledger, live, status, scan
+        self._taker, self._damaged = taker, damaged
         self._queue: deque[_Command] = deque()
         self._lock = threading.Lock()
         self.target: Manifest | None = None  # the version to hold; None: whatever is newest
@@ -106,7 +116,7 @@ class Control:
             elif target.sha256 != at.manifest:
                 try:
                     plan_back(self._ledger, target, at)
-                except (ChainError, IntegrityError):
+                except NO_WAY:
                     self._way(target, None)
 
     def _aim(self, action: str, version: int | None) -> tuple[Manifest, Position]:
@@ -135,7 +145,7 @@ class Control:
         """By undoing the deltas in between, else by an anchor."""
         try:
             self._taker.take(plan_back(self._ledger, target, at))
-        except (ChainError, IntegrityError, RankError) as error:
+        except (*NO_WAY, RankError) as error:
             if is_transient(error) or isinstance(error, RolledBack):
                 raise
             logger.info(
@@ -144,10 +154,21 @@ class Control:
             self._take(target, None)
 
     def _take(self, target: Manifest, at: Position | None, *, anchor: bool = False) -> None:
-        self._taker.take(self._way(target, at, anchor=anchor))
+        self._damaged.forget()
+        failed = self._damaged.take(lambda without: self._way(target, at, anchor=anchor, without=without))
+        if failed is not None:
+            raise failed.error if failed.other is None else ChainError(failed.text)
 
-    def _way(self, target: Manifest, at: Position | None, *, anchor: bool = False) -> Plan:
-        plan = self._ledger.plan(at, self._live.state_digest, prefer_anchor=anchor, target=target)
+    def _way(
+        self,
+        target: Manifest,
+        at: Position | None,
+        *,
+        anchor: bool = False,
+        without: frozenset[AnchorRef] = frozenset(),
+    ) -> Plan:
+        state = self._live.state_digest
+        plan = self._ledger.plan(at, state, prefer_anchor=anchor, target=target, without=without)
         if plan is None:
             raise ChainError(f"way to version {target.version}", expected="a plan", got="none in an empty run")
         return plan

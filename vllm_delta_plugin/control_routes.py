@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from delta_sync.errors import FormatError
-from vllm_delta_plugin.asking import ask, ask_as_operator, merge, refuse
+from vllm_delta_plugin.asking import ask, ask_as_operator, count, merge, refuse
 from vllm_delta_plugin.version_wish import read_timeout
 
 _SECONDS = 30.0  # the engine answers between two steps
@@ -42,15 +44,55 @@ async def _command(action: str, request: Request, version: int | None, dry_run: 
         seconds = read_timeout(request.headers, _COMMAND)
     except FormatError as error:
         return refuse(400, str(error))
-    order = (action, version, seconds, dry_run)
-    answers = await ask_as_operator(request, "delta_sync_control", *order, timeout=seconds + _SECONDS)
-    if isinstance(answers, Response):
-        return answers
-    status = merge([answer["status"] for answer in answers])
-    worst = max(answers, key=lambda answer: answer["code"])
+    outcome = await _obey(request, action, version, seconds, dry_run)
+    if isinstance(outcome, Response):
+        return outcome
+    status = merge([answer["status"] for answer in outcome.answers])
+    worst = max(outcome.answers, key=lambda answer: answer["code"])
     if worst["ok"]:
         return JSONResponse(status)
-    return JSONResponse({"error": worst["error"], "status": status}, status_code=worst["code"])
+    return JSONResponse({"error": outcome.error, "status": status}, status_code=worst["code"])
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """Every engine's answer, to the command or, if that was not ``begun``, to whether it could be done."""
+
+    answers: list[dict[str, Any]]
+    begun: bool
+
+    @property
+    def error(self) -> str:
+        """What went wrong; of several engines on which, and whether others did it all the same."""
+        if len(self.answers) == 1:
+            return str(self.answers[0]["error"])
+        said = [f"engine {index}: {answer['error']}" for index, answer in enumerate(self.answers) if not answer["ok"]]
+        done = [str(index) for index, answer in enumerate(self.answers) if answer["ok"] and self.begun]
+        return "; ".join([*said, f"done on engine {', '.join(done)}" if done else "nothing was done"])
+
+
+async def _obey(
+    request: Request, action: str, version: int | None, seconds: float, dry_run: bool
+) -> _Outcome | Response:
+    """None of several engines does anything before all of them say that they could."""
+    deadline = time.monotonic() + seconds
+
+    async def order(version: int | None, *, dry_run: bool) -> _Outcome | Response:
+        left = max(0.0, deadline - time.monotonic())
+        words = (action, version, left, dry_run)
+        answers = await ask_as_operator(request, "delta_sync_control", *words, timeout=left + _SECONDS)
+        return answers if isinstance(answers, Response) else _Outcome(answers, not dry_run)
+
+    if dry_run or count(request) > 1:
+        outcome = await order(version, dry_run=True)
+        if dry_run or isinstance(outcome, Response) or not all(answer["ok"] for answer in outcome.answers):
+            return outcome
+    outcome = await order(version, dry_run=False)
+    if action == "pin" and isinstance(outcome, _Outcome):
+        held = {answer["status"]["pinned"] for answer in outcome.answers if answer["ok"]}
+        if len(held) > 1:  # each at what it served just then: the others go on to the newest of these
+            return await order(max(held), dry_run=False)
+    return outcome
 
 
 async def hint(request: Request) -> Response:

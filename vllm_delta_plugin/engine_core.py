@@ -11,7 +11,7 @@ from typing import Any
 from delta_sync import tracing
 from delta_sync.codec import codec_names
 from delta_sync.context_codec import CONTEXT_CODEC
-from delta_sync.errors import MappingError, NotFoundError
+from delta_sync.errors import DeltaSyncError, MappingError
 from delta_sync.ledger import Ledger
 from delta_sync.limits import for_model
 from delta_sync.signing import PublicKeys, load_public_keys
@@ -22,7 +22,7 @@ from vllm_delta_plugin.coordinator import Coordinator
 from vllm_delta_plugin.engine_load import Pause
 from vllm_delta_plugin.live import Live
 from vllm_delta_plugin.log import logger
-from vllm_delta_plugin.main_thread import MainThread
+from vllm_delta_plugin.main_thread import EngineBroken, MainThread
 from vllm_delta_plugin.output_clock import OutputClock
 from vllm_delta_plugin.ranks import Ranks
 from vllm_delta_plugin.read_back import assemble, read_adapter
@@ -145,8 +145,11 @@ class DeltaSync:
                 data = read_adapter(name, described["shape"], self._ranks)
             else:
                 data = assemble(name, described, self._ranks.tell("read_tensor", name))
-        except (MappingError, NotFoundError) as error:
+        except DeltaSyncError as error:  # of a rank, most likely
             return {"error": str(error)}
+        except EngineBroken as error:  # vLLM only tells the client what a utility raises
+            self.main.end(error)
+            raise
         return {"dtype": described["dtype"], "shape": described["shape"], "version": version, "data": data}
 
 

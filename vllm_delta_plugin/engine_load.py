@@ -38,11 +38,15 @@ class Pause(Protocol):
 
 @dataclass(frozen=True)
 class Loaded:
-    """What the ranks then hold, what they read for it, and the seconds of pause."""
+    """What the ranks then hold, what they read for it, and the seconds of pause.
+
+    ``unsettled``: what failed once the weights were proven, if anything: making running requests prefill anew.
+    """
 
     proven: Proven
     read: Reading
     seconds: float
+    unsettled: Exception | None = None
 
 
 def load_dense(

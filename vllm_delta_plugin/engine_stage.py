@@ -9,9 +9,10 @@ from typing import Any
 
 from delta_sync.errors import SyncTimeoutError
 from delta_sync.plan import Plan
-from vllm_delta_plugin.main_thread import MainThread
+from vllm_delta_plugin.log import logger
+from vllm_delta_plugin.main_thread import EngineBroken, MainThread, Stopped
 from vllm_delta_plugin.proof import Layout, Proven, Sums, prove
-from vllm_delta_plugin.ranks import Ranks, Reply, failure
+from vllm_delta_plugin.ranks import Ranks, Reply, failure, first_failure
 from vllm_delta_plugin.reading import Reading
 
 _FIRST_POLL, _LONGEST_POLL = 0.005, 0.1  # seconds; each poll costs the engine's loop a fraction of a millisecond
@@ -51,6 +52,8 @@ class Stager:
             staged = time.monotonic()
             parts = [reply["parts"] for reply in replies]
             after = prove(layout, bases, parts, plan.tensors, plan.target.state_digest)
+        except (Stopped, EngineBroken):
+            raise
         except Exception:
             self.drop()
             raise
@@ -58,8 +61,10 @@ class Stager:
         return Staged(plan, after, changed, Reading.of(replies), began, now - started, now - staged)
 
     def drop(self) -> None:
-        """Forget what is staged, if anything; RankError if a rank cannot."""
-        self._main.run(lambda: self._ranks.tell("stage_drop"))
+        """Forget what is staged, if anything; of a rank that cannot only the log tells: its next staging fails."""
+        error = first_failure(self._main.run(lambda: self._ranks.ask("stage_drop")))
+        if error is not None:  # never in place of the error for which it is dropped
+            logger.warning("delta sync: what was staged could not be dropped: %s", error)
 
     def _wait(self, plan: Plan, deadline: float) -> list[Reply]:
         pause = _FIRST_POLL

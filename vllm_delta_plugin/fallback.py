@@ -5,10 +5,11 @@ from __future__ import annotations
 from delta_sync.errors import DeltaSyncError
 from delta_sync.ledger import Ledger
 from delta_sync.plan import Plan
+from vllm_delta_plugin.damaged_anchors import DamagedAnchors, is_of_anchor, names_anchor
 from vllm_delta_plugin.engine_commit import RolledBack
 from vllm_delta_plugin.live import Live
 from vllm_delta_plugin.log import logger
-from vllm_delta_plugin.ranks import is_transient
+from vllm_delta_plugin.ranks import is_transient, kind_of
 from vllm_delta_plugin.status import Status
 from vllm_delta_plugin.taker import Taker
 
@@ -18,8 +19,8 @@ _TRIES = 64  # for one refusal; what is further down than that waits for the wri
 class Fallback:
     """Used from the coordinator's thread."""
 
-    def __init__(self, ledger: Ledger, live: Live, status: Status, taker: Taker) -> None:
-        self._ledger, self._live, self._status, self._taker = ledger, live, status, taker
+    def __init__(self, ledger: Ledger, live: Live, status: Status, taker: Taker, damaged: DamagedAnchors) -> None:
+        self._ledger, self._live, self._status, self._taker, self._damaged = ledger, live, status, taker, damaged
 
     def take(self, refused: int, plan: Plan | None, error: DeltaSyncError) -> bool:
         """Serve the newest version before ``refused`` that can be proven, if it is newer; whether there was one.
@@ -27,7 +28,7 @@ class Fallback:
         ``error`` came on the way of ``plan`` or, without one, before there was any. The refusal stands meanwhile.
         What says nothing about a version is raised, to be tried again later: StoreError, SyncTimeoutError, RolledBack.
         """
-        if _other_model(error):
+        if _other_model(plan, error):
             return False
         began = self._live.position
         with self._status.keeping_refusal():
@@ -52,7 +53,15 @@ class Fallback:
             except DeltaSyncError as error:
                 if is_transient(error) or isinstance(error, RolledBack):
                     raise
-                failed, target = _narrowed(target, plan, error)
+                logger.info("delta sync: nor can version %d be taken: %s", target, error)
+                if plan is not None and self._damaged.blame(plan, error):
+                    self._damaged.report(plan, error)  # the same again, from another start
+                elif plan is not None:
+                    failed, target = _narrowed(target, plan, error)
+                else:  # nor does anything lead to what is between this and an anchor that was left out
+                    left_out = [ref.version for ref in self._damaged.found if ref.version > self._reached]
+                    failed = min([target, *left_out])
+                    target = failed - 1
             else:
                 target = (self._reached + failed) // 2
 
@@ -65,14 +74,19 @@ class Fallback:
         if target is None:
             return None
         return self._ledger.plan(
-            live.position, live.state_digest, prefer_anchor=live.lost, use_folds=False, target=target
+            live.position,
+            live.state_digest,
+            prefer_anchor=live.lost,
+            use_folds=False,
+            target=target,
+            without=self._damaged.found,
         )
 
 
-def _other_model(error: DeltaSyncError) -> bool:
-    """An error that no version is free of."""
-    kind = getattr(error, "kind", type(error).__name__)
-    return kind == "MappingError" and getattr(error, "object_key", None) is None
+def _other_model(plan: Plan | None, error: DeltaSyncError) -> bool:
+    """An error that no version is free of: the model is another than any anchor's, too."""
+    whole = getattr(error, "object_key", None) is None or (plan is not None and names_anchor(plan, error))
+    return kind_of(error) == "MappingError" and whole
 
 
 def _narrowed(version: int, plan: Plan | None, error: DeltaSyncError) -> tuple[int, int]:
@@ -83,8 +97,10 @@ def _narrowed(version: int, plan: Plan | None, error: DeltaSyncError) -> tuple[i
     """
     if plan is None:
         return version, version - 1
+    if plan.anchor is not None and is_of_anchor(plan, error):
+        return plan.anchor.version, plan.anchor.version - 1
     key = getattr(error, "object_key", None)
-    for step in (*plan.deltas, *([plan.anchor] if plan.anchor else [])):
+    for step in plan.deltas:
         if any(ref.key == key for ref in step.objects):
             return step.version, step.version - 1
     start = plan.deltas[0].base_version or 0 if plan.deltas else version

@@ -152,14 +152,16 @@ class Live:
         self._serves, self._adapter = plan.target, adapter_of(plan.target)
         self._sums, self._proven = staged.after.sums, staged.after
         self._auditor.committed()
-        return self._recompute(committed) if self._transition == "recompute" else committed
+        return replace(committed, unsettled=committed.unsettled or self._recompute())
 
-    def _recompute(self, committed: Committed) -> Committed:
-        try:
-            self._pause.recompute()
-        except RuntimeError as error:  # vLLM's: a request's cache is just being moved
-            return replace(committed, unsettled=committed.unsettled or error)
-        return committed
+    def _recompute(self) -> Exception | None:
+        """With "recompute" running requests start over; why they could not."""
+        if self._transition == "recompute":
+            try:
+                self._pause.recompute()
+            except RuntimeError as error:  # vLLM's: a request's cache is just being moved
+                return error
+        return None
 
     def load(self, plan: Plan) -> Loaded:
         """Pause, overwrite live weights, verify, resume. See load_dense.
@@ -170,15 +172,15 @@ class Live:
         self._serves, self._proven, self.lost = None, None, True
         loaded = load_dense(plan, self._layout, self._main, self._ranks, self._timeout, self._salt.advance)
         self._sums, self._proven = loaded.proven.sums, loaded.proven
+        unsettled = None
         if self.changes_adapter(plan):  # still paused
             staged = self.stage(Plan(plan.target, "live", None, (), {}))
-            self._main.run(lambda: self._commit(staged))
+            unsettled = self._main.run(lambda: self._commit(staged)).unsettled
         self._serves, self.lost = plan.target, False
         self._auditor.committed()
-        if self._transition == "recompute":
-            self._main.run(self._pause.recompute)
+        unsettled = unsettled or self._main.run(self._recompute)
         self._step_again()
-        return loaded
+        return replace(loaded, unsettled=unsettled)
 
     def adopt(self, plan: Plan) -> None:
         """The live bits are the target's already."""

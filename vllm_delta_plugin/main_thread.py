@@ -45,6 +45,15 @@ class MainThread:
                 if future.done():  # the function itself raised a TimeoutError
                     raise
 
+    def end(self, error: EngineBroken) -> None:
+        """Have the engine's loop end with this error, where it was raised in a call whose errors vLLM only reports."""
+
+        def fail() -> None:
+            raise error
+
+        self._queue.append((fail, Future()))
+        self._wake()
+
     def pump(self) -> None:
         """Run everything queued; EngineBroken passes through to the engine's loop and ends it."""
         while self._queue:

@@ -27,7 +27,12 @@ class RankError(DeltaSyncError):
 def is_transient(error: DeltaSyncError) -> bool:
     """Whether an error, here or on a rank, says nothing about the version, so that the same may work later."""
     kinds = (StoreError, SyncTimeoutError)
-    return isinstance(error, kinds) or getattr(error, "kind", "") in {kind.__name__ for kind in kinds}
+    return isinstance(error, kinds) or kind_of(error) in {kind.__name__ for kind in kinds}
+
+
+def kind_of(error: BaseException) -> str:
+    """The class of an error, here or on the rank that reported it."""
+    return error.kind if isinstance(error, RankError) else type(error).__name__
 
 
 class Ranks:

@@ -15,9 +15,11 @@ from vllm_delta_plugin.engine_load import Loaded
 from vllm_delta_plugin.engine_stage import Staged
 from vllm_delta_plugin.live import adapter_of
 from vllm_delta_plugin.log import logger
-from vllm_delta_plugin.ranks import RankError
+from vllm_delta_plugin.ranks import RankError, kind_of
 from vllm_delta_plugin.status import Refusal, Served, Status
 from vllm_delta_plugin.taken import Taken, trace_refusal
+
+_REMEMBERED = 100  # most errors of anchors that are not said again
 
 
 class Reporter:
@@ -30,6 +32,7 @@ class Reporter:
     def __init__(self, ledger: Ledger, status: Status, acknowledge: bool, gap: Callable[[], float | None]) -> None:
         self._ledger, self._status, self._wanted, self._gap = ledger, status, acknowledge, gap
         self._taken: Taken | None = None  # and not acknowledged yet
+        self._left_out: set[str] = set()  # what was said of anchors
 
     def committed(self, staged: Staged, milliseconds: float, generation: int) -> None:
         """A staged plan is live on all ranks."""
@@ -66,14 +69,14 @@ class Reporter:
         self._status.measures.failed("RolledBack")
         self._status.counters.rollbacks += 1  # last: who sees the count sees why
 
-    def refused(self, plan: Plan, error: DeltaSyncError) -> None:
+    def refused(self, plan: Plan, error: DeltaSyncError, text: str) -> None:
         """Staging or its proof failed; the version that the failing object belongs to is named."""
-        kind = error.kind if isinstance(error, RankError) else type(error).__name__
+        kind = kind_of(error)
         key = error.object_key if isinstance(error, RankError) else None
         guilty = next((m for m in plan.deltas if any(o.key == key for o in m.objects)), plan.target)
         sha256 = guilty.sha256 if isinstance(guilty, Manifest) else guilty.manifest
         target = plan.target
-        if self._refuse(Refusal(guilty.version, sha256, key, kind, str(error))):
+        if self._refuse(Refusal(guilty.version, sha256, key, kind, text)):
             trace_refusal(target, self._status.sighting(target.version), self._status.facts.replica, kind)
 
     def passed_by(self, plan: Plan, error: DeltaSyncError) -> None:
@@ -81,6 +84,18 @@ class Reporter:
         what = f"on the way to version {plan.target.version} an object was deleted, taking an anchor instead: {error}"
         self._status.note_error(DeltaSyncError(what), kind="NotFoundError")
         self._status.measures.failed("NotFoundError")
+
+    def anchor_left_out(self, error: DeltaSyncError, what: str) -> None:
+        """Another way is taken, so this is no refusal; counted once, until it is another error."""
+        text = f"{what}: {error}"
+        if text in self._left_out:
+            return
+        if len(self._left_out) == _REMEMBERED:
+            self._left_out.clear()
+        self._left_out.add(text)
+        kind = kind_of(error)
+        self._status.note_error(DeltaSyncError(text), kind=kind)
+        self._status.measures.failed(kind)
 
     def no_way(self, newest: Manifest, error: DeltaSyncError) -> None:
         """No plan leads to the newest version."""

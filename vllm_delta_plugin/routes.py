@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 
 from vllm_delta_plugin import control_routes
 from vllm_delta_plugin.api_key import AdminKey, KeyRing
-from vllm_delta_plugin.asking import ask, merge, refuse
+from vllm_delta_plugin.asking import ask, count, furthest_behind, merge, refuse
 from vllm_delta_plugin.compat import outputs, usage
 from vllm_delta_plugin.config import find_config
 from vllm_delta_plugin.flag import PLUGIN
@@ -67,14 +67,23 @@ async def ready(request: Request) -> Response:
 
 
 async def tensors(request: Request, scan: bool = False) -> Response:
-    """Every tensor's dtype, shape and digest; ?scan=1 reads all live memory first."""
+    """Every tensor's dtype, shape and digest; ?scan=1 reads all live memory first.
+
+    With several engines those of the one furthest behind, which "engine" names, and what all serve under "engines".
+    """
     answers = await ask(request, "delta_sync_tensors", scan, timeout=_SCAN_SECONDS if scan else _SECONDS)
-    return answers if isinstance(answers, Response) else JSONResponse(answers[0])
+    if isinstance(answers, Response):
+        return answers
+    last = furthest_behind(answers)
+    if len(answers) == 1:
+        return JSONResponse(answers[last])
+    each = [{name: answer[name] for name in ("version", "state_digest")} for answer in answers]
+    return JSONResponse({**answers[last], "engine": last, "engines": each})
 
 
-async def tensor(request: Request, name: str) -> Response:
-    """One tensor's live bytes, row-major, little-endian; only where read-back is enabled."""
-    answers = await ask(request, "delta_sync_read_tensor", name, timeout=_SCAN_SECONDS)
+async def tensor(request: Request, name: str, engine: int = 0) -> Response:
+    """One tensor's live bytes on one engine, row-major, little-endian; only where read-back is enabled."""
+    answers = await ask(request, "delta_sync_read_tensor", name, timeout=_SCAN_SECONDS, only=engine)
     if isinstance(answers, Response):
         return answers
     answer = answers[0]
@@ -82,4 +91,5 @@ async def tensor(request: Request, name: str) -> Response:
         return refuse(404, answer["error"])
     shape = ",".join(str(d) for d in answer["shape"])
     headers = {"X-Dtype": answer["dtype"], "X-Shape": shape, "X-Version": str(answer["version"])}
+    headers |= {"X-Engine": str(engine), "X-Engines": str(count(request))}
     return Response(bytes(answer["data"]), media_type="application/octet-stream", headers=headers)

@@ -123,7 +123,7 @@ def fold_plan(
     check = partial(check_tensor, weights, only_rank=rank.only_rank)
     start: Start = partial(live_bits, weights)
     if plan.anchor is not None:
-        start = AnchorBits(ledger, plan.anchor, weights.aliases)
+        start = AnchorBits(job, ledger, plan.anchor, weights.aliases)
     folded = fold_chain(ledger, plan.deltas, check, limit, job.reading, start, early)
     drop_aliases(folded, rank.weights.aliases)
     return undone(folded) if plan.start == "back" else folded

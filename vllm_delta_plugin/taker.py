@@ -25,7 +25,16 @@ class Taker:
         RankError, IntegrityError or MappingError if it is refused (live weights are as before, unless ``live.lost``);
         RolledBack if it could not be committed; SyncTimeoutError.
         """
+        for error in plan.damaged:
+            self._report.anchor_left_out(error, "an anchor is left out")
         self._live.check(plan)
+        try:
+            self._take(plan)
+        except RolledBack as error:
+            self._report.rolled_back(error, self._live.generation)
+            raise
+
+    def _take(self, plan: Plan) -> None:
         if self._live.lost:
             self._load(plan)
         elif plan.start != "anchor" and not plan.deltas and not self._live.changes_adapter(plan):
@@ -47,8 +56,7 @@ class Taker:
         self._status.update(staged=staged.plan.target.version)
         try:
             committed = self._live.commit(staged)
-        except RolledBack as error:
-            self._report.rolled_back(error, self._live.generation)
+        except RolledBack:
             self._live.drop()
             self._live.request_audit()
             raise
@@ -63,6 +71,8 @@ class Taker:
         self._status.unproven()
         logger.info("delta sync: pausing to load version %d in place", plan.target.version)
         loaded = self._live.load(plan)
+        if loaded.unsettled is not None:
+            self._status.note_error(loaded.unsettled)
         self._report.loaded(plan.target, loaded, self._live.generation)
 
     def _adopt(self, plan: Plan) -> None:

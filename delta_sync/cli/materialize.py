@@ -19,6 +19,7 @@ from delta_sync.cli.run import PublicKey, checked_uri, open_ledger, split_versio
 from delta_sync.cli.weights import rebuild
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import AnchorRecord, Manifest
+from delta_sync.plan import Plan
 from delta_sync.store.keys import anchor_folder
 
 
@@ -35,8 +36,8 @@ def materialize(
     """Write a version's weights as a Hugging Face checkpoint, proven by digest before it is put in place.
 
     Of a version that is an adapter, a folder that PEFT loads over the base model.
-    Starts from the nearest anchor below, or from CKPT if that is given, and applies the deltas behind it; holds one
-    model and one file in memory. Config and tokenizer are the anchor's, or CKPT's.
+    Starts from the nearest anchor below that is whole, or from CKPT if that is given, and applies the deltas behind it;
+    holds one model and one file in memory. Config and tokenizer are the anchor's, or CKPT's.
     """
     uri, version = split_version(what)
     checked_uri(uri)
@@ -49,7 +50,8 @@ def _report(ledger: Ledger, version: int | None, folder: Path, base: Path | None
     target = version_of(ledger, version)
     if target.kind == "adapter":
         return _adapter(ledger, target, folder)
-    anchor, deltas, names = write_version(ledger, target, folder, base)
+    plan, names = write_version(ledger, target, folder, base)
+    anchor, deltas = plan.anchor, len(plan.deltas)
     total = sum((folder / name).stat().st_size for name in names)
     document: dict[str, object] = {
         "uri": ledger.store.uri,
@@ -57,6 +59,7 @@ def _report(ledger: Ledger, version: int | None, folder: Path, base: Path | None
         "anchor": anchor and anchor.version,
         "base": None if anchor else str(base),
         "deltas": deltas,
+        "anchors_left_out": [str(error) for error in plan.damaged],
         "state_digest": target.state_digest,
         "folder": str(folder),
         "files": names,
@@ -94,17 +97,15 @@ def _adapter(ledger: Ledger, target: Manifest, folder: Path) -> Report:
     return Report(document, [done, f"{how} {target.state_digest[:16]}"], FINE)
 
 
-def write_version(
-    ledger: Ledger, target: Manifest, folder: Path, base: Path | None = None
-) -> tuple[AnchorRecord | None, int, list[str]]:
-    """Write a version's checkpoint; the anchor it began at if not at ``base``, the deltas after, the files' names.
+def write_version(ledger: Ledger, target: Manifest, folder: Path, base: Path | None = None) -> tuple[Plan, list[str]]:
+    """Write a version's checkpoint; the plan that led to its weights, from an anchor or from ``base``, and the files.
 
     ChainError without either.
     """
     start = None if base is None else Checkpoint(base)
     plan, weights = rebuild(ledger, target, start)
     others = _others(ledger, plan.anchor) if plan.anchor else start.others().items() if start else ()
-    return plan.anchor, len(plan.deltas), write_checkpoint(folder, weights, target.state_digest, others)
+    return plan, write_checkpoint(folder, weights, target.state_digest, others)
 
 
 def _others(ledger: Ledger, anchor: AnchorRecord) -> Iterator[tuple[str, bytes]]:

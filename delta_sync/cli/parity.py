@@ -170,7 +170,7 @@ def _checkpoint(what: str, status: dict[str, Any], keys: list[str] | None) -> It
     ledger = open_ledger(uri, keys)
     with tempfile.TemporaryDirectory(prefix="delta-sync-parity-") as scratch:
         folder = Path(scratch) / "checkpoint"
-        names = write_version(ledger, version_of(ledger, version), folder)[2]
+        names = write_version(ledger, version_of(ledger, version), folder)[1]
         if "config.json" not in names:
             remedy = "name a checkpoint's folder instead"
             raise FormatError(f"anchor of {uri}", expected="a config.json", got="none", remedy=remedy)

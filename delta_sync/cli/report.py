@@ -60,8 +60,13 @@ def finish(as_json: bool, make: Callable[[], Report]) -> None:
         if not isinstance(error, BrokenPipeError):  # who closed a pipe has read enough: what was found stays so
             report = _failed(OSError(error.errno, error.strerror, "standard output"), PROBLEM)
     for line in report.errors:
-        typer.echo(f"delta-sync: {printable(line)}", err=True)
+        warn(line)
     raise typer.Exit(report.exit_code)
+
+
+def warn(text: str) -> None:
+    """A line on standard error, which --json leaves to such."""
+    typer.echo(f"delta-sync: {printable(text)}", err=True)
 
 
 def as_text(document: Mapping[str, object], indent: int | None = None) -> str:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from delta_sync.anchor_files import Tensor, iter_anchor_tensors
 from delta_sync.bitmap import Bits
 from delta_sync.checkpoint import Checkpoint
+from delta_sync.cli.report import warn
 from delta_sync.context_file import decode_against
 from delta_sync.delta import apply
 from delta_sync.delta_file import DeltaHeader
 from delta_sync.digest import digest, state_digest, tensor_key
 from delta_sync.dtypes import DType, dtype
 from delta_sync.errors import ChainError, DeltaSyncError, FormatError, IntegrityError, NotFoundError
-from delta_sync.ledger import Ledger
+from delta_sync.ledger import AnchorRef, Ledger
 from delta_sync.limits import DEFAULT_LIMITS
 from delta_sync.manifest import FoldRecord, Manifest, ObjectRef, TensorState
 from delta_sync.plan import Plan, Position, Step
@@ -23,6 +25,12 @@ from delta_sync.planner import build_plan, downwards
 from delta_sync.tensor_delta import TensorDelta
 
 Deltas = list[TensorDelta]
+_DAMAGE = (FormatError, IntegrityError, NotFoundError)
+_NO_ANCHOR = (
+    "`delta-sync materialize --base CKPT`, with the model that the run began with, needs no anchor; "
+    "a trainer attaches one in so many versions (anchor_every, 50)"
+)
+_NO_OTHER = f"no older anchor leads there, so attach a new one; {_NO_ANCHOR}"
 
 
 def read_delta(
@@ -127,31 +135,58 @@ class Weights:
 
 def weights_after(ledger: Ledger, plan: Plan, base: Checkpoint | None = None) -> Weights:
     """The weights at the target of a plan that begins at an anchor or at ``base``, proven; else what damage raises."""
-    start = base if plan.anchor is None else iter_anchor_tensors(ledger, plan.anchor)
-    if start is None:
-        raise ChainError(f"plan to version {plan.target.version}", expected="an anchor", got="none")
-    weights = Weights(start)
-    for step in plan.deltas:
-        weights.advance(step, [read_delta(ledger, step, ref, weights)[2] for ref in step.objects])
-    weights.prove(plan.target)
-    return weights
+    return _advanced(ledger, plan, _begun(ledger, plan, base))
 
 
 def rebuild(ledger: Ledger, target: Manifest, base: Checkpoint | None = None) -> tuple[Plan, Weights]:
     """A version's weights, proven, and the plan that led to them; raises what ``weights_after`` and no start raise.
 
     It begins at the nearest anchor or, if that is given, at the version whose weights are ``base``'s. Where a fold is
-    damaged or gone it goes over the deltas that the fold was made of, as replicas do.
+    damaged or gone it goes over the deltas that the fold was made of, and from an anchor that is to the one before it,
+    as replicas do; of such anchors standard error is told.
     """
-    start = None if base is None else _position(ledger, target, base)
-    plan = _plan(ledger, target, start)
-    try:
-        return plan, weights_after(ledger, plan, base)
-    except (FormatError, IntegrityError, NotFoundError):
-        if not any(isinstance(step, FoldRecord) for step in plan.deltas):
-            raise
-    plan = _plan(ledger, target, start, use_folds=False)
-    return plan, weights_after(ledger, plan, base)
+    start, left_out = None if base is None else _position(ledger, target, base), dict[AnchorRef, DeltaSyncError]()
+    use_folds = True
+    while True:
+        plan = _plan(ledger, target, start, use_folds=use_folds, left_out=left_out)
+        try:
+            weights = _begun(ledger, plan, base)
+        except _DAMAGE as error:
+            if plan.anchor is None:
+                raise
+            left_out[AnchorRef(plan.anchor.version, plan.anchor.epoch)] = error
+            continue
+        try:
+            weights = _advanced(ledger, plan, weights)
+        except _DAMAGE:
+            if not any(isinstance(step, FoldRecord) for step in plan.deltas):
+                raise
+            use_folds = False
+            continue
+        plan = replace(plan, damaged=(*left_out.values(), *plan.damaged))
+        for damage in plan.damaged:
+            warn(f"an anchor is left out: {damage}")
+        return plan, weights
+
+
+def _begun(ledger: Ledger, plan: Plan, base: Checkpoint | None) -> Weights:
+    """What a plan begins with; an anchor is the one that its record describes, or IntegrityError."""
+    anchor = plan.anchor
+    if anchor is None and base is None:
+        raise ChainError(f"plan to version {plan.target.version}", expected="an anchor", got="none")
+    if anchor is None:
+        return Weights(base or ())
+    weights = Weights(iter_anchor_tensors(ledger, anchor))
+    for name, state in weights.states.items():
+        _expect(f"tensor {name!r} of the anchor of version {anchor.version}", anchor.tensors[name], state)
+    return weights
+
+
+def _advanced(ledger: Ledger, plan: Plan, weights: Weights) -> Weights:
+    for step in plan.deltas:
+        weights.advance(step, [read_delta(ledger, step, ref, weights)[2] for ref in step.objects])
+    weights.prove(plan.target)
+    return weights
 
 
 def _position(ledger: Ledger, target: Manifest, base: Checkpoint) -> Position:
@@ -167,15 +202,24 @@ def _position(ledger: Ledger, target: Manifest, base: Checkpoint) -> Position:
     )  # fmt: skip
 
 
-def _plan(ledger: Ledger, target: Manifest, start: Position | None, *, use_folds: bool = True) -> Plan:
+def _plan(
+    ledger: Ledger,
+    target: Manifest,
+    start: Position | None,
+    *,
+    use_folds: bool,
+    left_out: Mapping[AnchorRef, DeltaSyncError],
+) -> Plan:
     try:
-        return build_plan(ledger, target, start, None, use_folds=use_folds)
-    except ChainError as error:
+        return build_plan(ledger, target, start, None, use_folds=use_folds, without=left_out.keys())
+    except DeltaSyncError as error:
+        for damage in left_out.values():  # says more than that there is no other way
+            raise type(damage)(damage.what, expected=damage.expected, got=damage.got, remedy=_NO_OTHER) from None
+        if not isinstance(error, ChainError):
+            raise
         raise ChainError(
             f"version {target.version} of {ledger.store.uri}",
-            expected="an anchor (complete weights) at or below it", got=error.got,
-            remedy="`delta-sync materialize --base CKPT`, with the model that the run began with, needs no anchor; "
-            "a trainer attaches one in so many versions (anchor_every, 50)",
+            expected="an anchor (complete weights) at or below it", got=error.got, remedy=_NO_ANCHOR,
         ) from None  # fmt: skip
 
 

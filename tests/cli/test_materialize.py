@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from helpers.publish import read_checkpoint
 from safetensors.torch import load_file
+from small_run import SHAPES
 
 
 @pytest.mark.parametrize("version", [1, 3, 4, 6, None])
@@ -48,6 +50,34 @@ def test_damage_leaves_nothing_behind(run, as_json, tmp_path):
     assert (code, found["error"]["kind"]) == (1, "IntegrityError")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert as_json("materialize", f"{run.uri}@5", tmp_path / "out")[0] == 0
+
+
+@pytest.mark.parametrize("damage", ["bit", "gone", "record", "content"])
+def test_around_a_damaged_anchor_goes_an_older_one(run, cli, as_json, tmp_path, damage):
+    folder = run.folder / "anchors/000000000004-000001"
+    shard = folder / "model.safetensors"
+    if damage == "bit":
+        run.damage("anchors/000000000004-000001/model.safetensors")
+    elif damage == "gone":
+        shard.unlink()
+    elif damage == "record":
+        (folder / "anchor.json").write_bytes(b"{}")
+    else:
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        states = run.publisher.states({n: np.frombuffer(b, "<u2").reshape(SHAPES[n]) for n, b in run.bits[4].items()})
+        run.publisher.writer.attach_anchor(run.manifests[4], {"model.safetensors": bytes(data)}, states)
+    code, found = as_json("materialize", run.uri, tmp_path / "out")
+    assert (code, found["anchor"], found["deltas"], len(found["anchors_left_out"])) == (0, 1, 5, 1)
+    weights, _ = read_checkpoint(tmp_path / "out")
+    assert {name: bits.tobytes() for name, bits in weights.items()} == run.bits[6]
+    code, out, err = cli("materialize", run.uri, tmp_path / "again")
+    assert code == 0 and "from the anchor of version 1 and 5 deltas" in out
+    assert f"an anchor is left out: {found['anchors_left_out'][0]}" in err
+    run.damage("anchors/000000000001-000001/model.safetensors")
+    code, found = as_json("materialize", run.uri, tmp_path / "not")
+    assert code == 1 and "no older anchor leads there" in found["error"]["message"]
+    assert not (tmp_path / "not").exists()
 
 
 def test_a_version_that_is_not_there(run, as_json, tmp_path):

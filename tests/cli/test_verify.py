@@ -46,6 +46,13 @@ def test_an_anchor_with_other_weights_is_found(run, as_json):
     assert [d["object"] for d in found["damage"]] == ["anchors/000000000006-000001/model.safetensors"]
 
 
+def test_a_damaged_anchor_keeps_no_later_version_from_being_proven(run, as_json):
+    run.damage("anchors/000000000004-000001/model.safetensors")
+    code, found = as_json("verify", run.uri)
+    assert (code, found["proven"]) == (1, [1, 2, 3, 4, 5, 6])
+    assert [d["object"] for d in found["damage"]] == ["anchors/000000000004-000001/model.safetensors"]
+
+
 def test_old_versions_that_are_gone_are_no_damage_while_an_anchor_is_left(run, as_json):
     for version in (1, 2):
         (run.folder / run.manifests[version].key).unlink()

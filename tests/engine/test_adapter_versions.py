@@ -107,6 +107,26 @@ def test_a_rank_that_fails_takes_all_back_to_the_old_adapter(
     replica.wait_version(3)
 
 
+def test_a_rank_that_fails_after_a_load_in_place_is_reported_and_loaded_again(
+    with_lora: None, trainer: Publisher, replica_of: Any, weights: Any
+) -> None:
+    anchor(trainer, trainer.origin())
+    newest = trainer.adapter(1)
+    replica = replica_of(other(weights))
+    for rank in replica.executor.ranks:
+        rank.too_small = True
+    replica.executor.ranks[1].fail.add("commit")
+    replica.start()
+    status = replica.wait("a rollback", lambda s: s["rollbacks"])
+    assert (status["state"], status["last_error"]["kind"]) == ("poisoned", "RolledBack/Injected")
+    assert replica.pause.paused
+    replica.executor.ranks[1].fail.clear()
+    status = replica.wait_version(2)
+    assert loaded(replica) == {newest.objects[0].sha256} == {status["adapter"]}
+    assert replica.coordinator.status.measures.failures["RolledBack"] == status["rollbacks"]
+    assert not replica.pause.paused
+
+
 def test_without_lora_an_adapter_is_refused_by_name_and_weights_lead_past_it(
     trainer: Publisher, replica_of: Any, weights: Any
 ) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from helpers.publish import Publisher
 from test_coordinator import Replica, anchor, other, replica_of, trainer, uri, weights  # noqa: F401
+from test_fallback import spoil_anchor
 
-from delta_sync.errors import StoreError
+from delta_sync.errors import FormatError, StoreError
 
 
 def order(replica: Replica, action: str, version: int | None = None, timeout: float = 10.0) -> dict[str, Any]:
@@ -55,6 +56,40 @@ def test_a_rollback_takes_an_anchor_where_deltas_do_not_lead_back(trainer: Publi
     assert replica.executor.equal(before)
 
 
+def test_a_reload_goes_around_a_damaged_anchor(trainer: Publisher, replica: Replica) -> None:
+    anchor(trainer, trainer.writer.head)
+    newest = trainer.step(7)
+    anchor(trainer, newest)
+    replica.wait_version(5)
+    replica.executor.ranks[0].live["w"][0, 0] ^= 1
+    spoil_anchor(trainer, 5)
+    answer = order(replica, "reload")
+    assert answer["ok"], answer
+    assert (answer["status"]["version"], answer["status"]["state"]) == (5, "live")
+    assert replica.executor.equal(trainer.weights)
+    assert "the anchor of version 5 is left out" in answer["status"]["last_error"]["error"]
+    spoil_anchor(trainer, 4)
+    answer = order(replica, "reload")
+    assert answer["code"] == 409 and "No other way" in answer["error"]
+
+
+def test_a_record_on_the_way_back_that_is_not_allowed_is_passed_by_an_anchor(
+    trainer: Publisher, replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    anchor(trainer, trainer.writer.head)
+    before = {name: bits.copy() for name, bits in trainer.weights.items()}
+    trainer.step(7)
+    replica.wait_version(5)
+
+    def refused(*_: Any) -> Any:
+        raise FormatError("manifest", expected="a signature", got="none")
+
+    monkeypatch.setattr("vllm_delta_plugin.control.plan_back", refused)
+    assert replica.coordinator.command("rollback", 4, 10, dry_run=True).result(20)["ok"]
+    assert order(replica, "rollback", 4)["ok"]
+    assert replica.executor.equal(before)
+
+
 def test_without_any_way_back_nothing_changes(trainer: Publisher, replica: Replica) -> None:
     trainer.damage(trainer.ledger.manifest(4))
     answer = order(replica, "rollback", 2)
@@ -71,6 +106,7 @@ def test_a_rank_that_fails_a_rollback_leaves_all_where_they_were(trainer: Publis
     assert order(replica, "rollback", 3)["code"] == 409
     assert replica.status["version"] == 4
     assert replica.executor.equal(trainer.weights)
+    assert replica.coordinator.status.measures.failures["RolledBack"] == replica.status["rollbacks"] == 1
     replica.executor.ranks[1].fail.clear()
     assert order(replica, "rollback", 3)["ok"]
 
@@ -149,3 +185,22 @@ def test_running_requests_are_recomputed_or_end_first_if_so_configured(
         assert (replica.pause.recomputed, replica.pause.drains) == (recomputed, drains)
         assert not replica.pause.paused
         assert not replica.live.gate.closed
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_requests_that_cannot_be_recomputed_hold_up_no_version(
+    trainer: Publisher, replica_of: Any, weights: Any, in_place: bool
+) -> None:
+    anchor(trainer, trainer.origin())
+    replica = replica_of(other(weights), transition="recompute")
+    for rank in replica.executor.ranks:
+        rank.too_small = in_place
+
+    def moved() -> None:
+        raise RuntimeError("a cache is being moved")
+
+    replica.pause.recompute = moved
+    status = replica.start().wait_version(1)
+    assert (status["state"], status["last_error"]["error"]) == ("live", "a cache is being moved")
+    assert not replica.pause.paused
+    assert replica.executor.equal(trainer.weights)

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -26,35 +28,42 @@ from typer.testing import CliRunner
 from delta_sync.cli.app import app as command_line
 from vllm_delta_plugin import control_routes
 from vllm_delta_plugin.api_key import AdminKey, KeyRing
-from vllm_delta_plugin.routes import status
+from vllm_delta_plugin.routes import status, tensors
 
 KEY = "a-very-secret-admin-key"
 
 
-class Engine:
-    """What the routes know of an engine: a way to call it, here straight to a replica's coordinator."""
+class Engines:
+    """What the routes know of engines: a way to call each, here straight to a replica's coordinator."""
 
-    def __init__(self, replica: Replica) -> None:
-        self.replica = replica
-        self.engine_core = SimpleNamespace(call_utility_async=self.call)
+    def __init__(self, *replicas: Replica) -> None:
+        self.engine_core = SimpleNamespace(
+            core_engines=replicas,
+            _call_utility_async=self.call,
+            call_utility_async=partial(self.call, engine=replicas[0]),
+        )
 
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *args: Any, engine: Replica) -> Any:
+        coordinator = engine.coordinator
         if method == "delta_sync_status":
-            return self.replica.status
+            return engine.status
+        if method == "delta_sync_tensors":
+            return await asyncio.wrap_future(coordinator.scan()) if args[0] else coordinator.tensors()
         assert method == "delta_sync_control"
-        return await asyncio.wrap_future(self.replica.coordinator.command(*args))
+        return await asyncio.wrap_future(coordinator.command(*args))
 
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., str]]:
-    """A replica's routes on a port of this machine; the URL."""
+    """The routes of one replica, or of several as one server's engines, on a port of this machine; the URL."""
     servers: list[tuple[uvicorn.Server, threading.Thread]] = []
 
-    def start(replica: Replica, admin: str | None = KEY, keys: list[str] | None = None) -> str:
+    def start(*replicas: Replica, admin: str | None = KEY, keys: list[str] | None = None) -> str:
         app = FastAPI()
         app.add_api_route("/delta_sync/status", status, methods=["GET"])
+        app.add_api_route("/delta_sync/tensors", tensors, methods=["GET"])
         control_routes.attach(app)
-        app.state.delta_sync_engine, app.state.delta_sync_keys = Engine(replica), KeyRing(keys)
+        app.state.delta_sync_engine, app.state.delta_sync_keys = Engines(*replicas), KeyRing(keys)
         with pytest.MonkeyPatch.context() as server_environment:  # the command's is another
             server_environment.delenv("DELTA_SYNC_ADMIN_KEY", raising=False)
             app.state.delta_sync_admin = AdminKey(admin)
@@ -242,3 +251,66 @@ def test_as_a_process_the_key_is_in_no_argument_and_no_output(replica: Replica, 
     assert (done.returncode, done.stderr) == (0, "")
     assert KEY not in done.stdout and "pin" in done.stdout
     assert replica.status["pinned"] == 4
+
+
+def got(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return json.loads(answer.read())
+
+
+@pytest.fixture
+def two(trainer: Publisher, replica: Replica, replica_of: Any) -> tuple[Replica, Replica]:
+    """Two engines of one server, at version 4 of 4."""
+    second = replica_of().start()
+    second.wait_version(4)
+    return replica, second
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_scan_of_several_engines_is_of_all(two: tuple[Replica, Replica], serve: Any, guilty: int) -> None:
+    """One that finds other bits than were proven is the one whose tensors are shown."""
+    url = serve(*two)
+    found = got(f"{url}/delta_sync/tensors")
+    assert (found["version"], [engine["version"] for engine in found["engines"]]) == (4, [4, 4])
+    for rank in two[guilty].executor.ranks:
+        rank.live["norm"][0] ^= 1
+    found = got(f"{url}/delta_sync/tensors?scan=1")
+    assert (found["engine"], found["version"]) == (guilty, None)
+    assert [engine["version"] for engine in found["engines"]] == [4 if at != guilty else None for at in (0, 1)]
+    assert len({engine["state_digest"] for engine in found["engines"]}) == 2
+    status = got(f"{url}/delta_sync/status")
+    assert (status["state"], [engine["state"] == "poisoned" for engine in status["engines"]]) == (
+        "poisoned", [at == guilty for at in (0, 1)],
+    )  # fmt: skip
+
+
+def test_engines_that_serve_different_versions_are_pinned_at_one(
+    two: tuple[Replica, Replica], serve: Any, cli: Any
+) -> None:
+    assert two[0].coordinator.command("rollback", 2, 10).result(20)["ok"]
+    code, found, _ = cli("pin", "--server", serve(*two), "--json")
+    assert (code, only(found)["serves"], only(found)["pinned"]) == (0, 4, 4)
+    assert [replica.status["pinned"] for replica in two] == [4, 4]
+    assert two[0].executor.equal(two[1].executor.ranks[0].live)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_what_one_engine_cannot_do_none_does(two: tuple[Replica, Replica], serve: Any, cli: Any, dry_run: bool) -> None:
+    assert two[1].coordinator.command("rollback", 2, 10).result(20)["ok"]
+    words = ["rollback", "--server", serve(*two), "--version", 3, "--yes", "--json"]
+    code, found, _ = cli(*words, *(["--dry-run"] if dry_run else []))
+    assert (code, only(found)["http_status"]) == (1, 409)
+    assert "engine 1: rollback, expected version 2 or an older one" in only(found)["error"]
+    assert "nothing was done" in only(found)["error"]
+    assert [replica.status["version"] for replica in two] == [4, 2]
+
+
+def test_what_one_engine_fails_at_half_way_is_said_with_who_did_it(
+    two: tuple[Replica, Replica], serve: Any, cli: Any
+) -> None:
+    two[1].executor.ranks[0].fail = {"commit"}
+    code, found, _ = cli("rollback", "--server", serve(*two), "--version", 3, "--yes", "--json")
+    assert (code, only(found)["http_status"]) == (1, 409)
+    assert "engine 1: rank 0: commit fails" in only(found)["error"]
+    assert "done on engine 0" in only(found)["error"]
+    assert [replica.status["version"] for replica in two] == [3, 4]

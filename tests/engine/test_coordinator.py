@@ -352,6 +352,20 @@ def test_a_rank_that_cannot_stage_is_a_refusal_and_both_drop(trainer, replica_of
     replica.wait_version(2)
 
 
+def test_a_rank_that_cannot_drop_hides_no_error(trainer, replica_of) -> None:
+    trainer.origin()
+    replica = replica_of().start()
+    replica.wait_version(1)
+    replica.executor.ranks[1].fail = {"stage", "stage_drop"}
+    trainer.step(1)
+    status = replica.wait("refusal", lambda s: s["refusal"])
+    assert status["refusal"]["error"] == "rank 1: stage fails"
+    replica.executor.ranks[1].fail = {"commit", "stage_drop"}
+    replica.wait("a rollback", lambda s: s["rollbacks"])
+    replica.executor.ranks[1].fail = set()
+    assert replica.wait_version(2)["refusals"] == 1
+
+
 def test_ranks_that_disagree_about_a_copy_are_refused(trainer, replica_of, weights) -> None:
     trainer.origin()
     replica = replica_of().start()
@@ -600,10 +614,29 @@ def test_the_status_says_when_the_store_answered_last(
     assert replica.status["looked_at"] == answered
 
 
+def test_a_bug_beside_the_coordinator_lets_no_client_wait_for_ever(
+    replica_of: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = replica_of()
+    expire, calls = replica.live.gate.expire, []
+
+    def once() -> None:
+        calls.append(len(calls))
+        if len(calls) == 1:
+            raise RuntimeError("a bug")
+        expire()
+
+    monkeypatch.setattr(replica.live.gate, "expire", once)
+    replica.start()
+    replica.wait("a word in status", lambda s: s["last_error"] and s["last_error"]["error"] == "a bug")
+    monkeypatch.setattr(replica.coordinator, "turn", lambda: time.sleep(0.01))  # nor does its own thread help
+    assert not replica.coordinator.wait_for(2, 0.2).result(timeout=5)["reached"]
+
+
 def test_a_store_that_does_not_answer_holds_up_no_client(
     trainer: Publisher, replica_of: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_delta_plugin.coordinator._SLOW_STORE", 0.3)
+    monkeypatch.setattr("vllm_delta_plugin.lookout._SLOW_STORE", 0.3)
     trainer.origin()
     replica = replica_of().start()
     replica.wait_version(1)
@@ -651,6 +684,27 @@ def test_the_parts_of_an_engine_know_its_ranks_and_its_model(tmp_path, monkeypat
     assert status["uri"] == f"file://{tmp_path}/run"
     assert (set(status["codecs"]), status["ranks"]) == ({DEFAULT_CODEC, PLANE_CODEC, CONTEXT_CODEC}, 2)
     assert sync._coordinator._ledger.limits == for_model(len(SHAPES))
+
+
+def test_a_worker_that_raises_while_a_tensor_is_read_ends_the_engine(tmp_path, weights: Weights) -> None:
+    """vLLM tells only the client what a utility raises; with replies out of step the engine must not go on."""
+    executor = Executor(Ledger(open_store(str(tmp_path))), weights)
+    facts = EngineFacts("m", "bfloat16", "processed_logprobs", None)
+    config = ReplicaConfig(str(tmp_path), read_back=True)
+    woken: list[bool] = []
+    sync = DeltaSync(config, facts, executor.collective_rpc, lambda: woken.append(True), lambda *_: Pause())
+    executor.ranks[1].fail = {"read_tensor"}
+    assert "rank" in sync.read_tensor("w")["error"]
+
+    def explode(method: str) -> None:
+        raise RuntimeError("lost a worker")
+
+    executor.before = explode
+    with pytest.raises(EngineBroken):
+        sync.read_tensor("w")
+    assert woken == [True]
+    with pytest.raises(EngineBroken, match="lost a worker"):
+        sync.main.pump()
 
 
 def test_a_replica_tells_its_store_that_it_follows(uri: str, replica_of, monkeypatch) -> None:

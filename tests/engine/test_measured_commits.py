@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from test_coordinator import anchor, replica_of, trainer, uri, weights  # noqa: F401 (fixtures)
 
+from delta_sync.errors import StoreError
+
 
 def measures(replica: Any) -> dict[str, Any]:
     return replica.coordinator.status.measures.to_dict()
@@ -87,3 +89,22 @@ def test_failures_are_counted_once_by_their_kind(trainer: Any, replica_of: Any, 
     replica.wait("poison", lambda s: s["state"] == "poisoned")
     assert measures(replica)["audits"]["failed"] == before["failed"] + 1
     assert failures(replica)["IntegrityError"] == 2
+
+
+def test_a_rank_without_the_store_is_counted_as_that(trainer: Any, replica_of: Any, monkeypatch: Any) -> None:  # noqa: F811
+    replica = replica_of().start()
+    trainer.origin()
+    replica.wait_version(1)
+    ledger, calls = replica.executor.ranks[0].ledger, []
+    read = ledger.read_object
+
+    def once(ref: Any) -> bytes:
+        calls.append(ref.key)
+        if len(calls) == 1:
+            raise StoreError("the store", expected="an answer", got="none")
+        return read(ref)
+
+    monkeypatch.setattr(ledger, "read_object", once)
+    trainer.step(0)
+    replica.wait_version(2)
+    assert failures(replica) == {"StoreError": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +17,7 @@ ADMIN = "adm1n-key"
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """The key comes by the environment here."""
-    args = ("--api-key", "first", "--data-parallel-size", "2")
+    args = ("--api-key", "first", "--data-parallel-size", "2", "--delta-sync-config", '{"read_back": true}')
     with serve(tmp_path_factory.mktemp("engines"), args, {"DELTA_SYNC_ADMIN_KEY": ADMIN}) as world:
         world.trainer.origin()
         world.server.wait_version(1)
@@ -35,6 +36,29 @@ def test_requests_wait_until_both_engines_serve_the_version(world: World) -> Non
     assert [(a.code, a.headers["x-delta-sync-version"]) for a in answers] == [(200, "2")] * 8
     publish.join()
     assert engines(world, "version") == [2, 2]
+
+
+def test_what_is_asked_of_both_engines_says_whose_answer_it_is(world: World) -> None:
+    newest = world.trainer.writer.head
+    world.server.wait_version(newest.version)
+    found = world.server.get("/delta_sync/tensors?scan=1")
+    assert found["engine"] in (0, 1)
+    assert found["engines"] == [{"version": newest.version, "state_digest": newest.state_digest}] * 2
+    assert all(audit["completed"] for audit in engines(world, "audit")), "both have scanned"
+    name = min(found["tensors"])
+    for engine in (0, 1):
+        data, headers = world.server.get_bytes(f"/delta_sync/tensors/{name}?engine={engine}")
+        assert data == world.trainer.weights[name].tobytes()
+        assert (headers["x-engine"], headers["x-engines"]) == (str(engine), "2")
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        world.server.get_bytes(f"/delta_sync/tensors/{name}?engine=2")
+
+
+def test_what_one_engine_cannot_do_none_does(world: World) -> None:
+    refused = world.post("/delta_sync/rollback?version=99", key=ADMIN)
+    assert refused.code == 409
+    assert "engine 0: version 99" in refused.body["error"] and "nothing was done" in refused.body["error"]
+    assert engines(world, "pinned") == [None, None]
 
 
 def test_a_rollback_and_a_pin_are_both_engines(world: World) -> None:

@@ -8,8 +8,9 @@ import pytest
 from tiny_run import first_bits, states
 
 from delta_sync import ChainError, state_digest
-from delta_sync.ledger import Ledger
+from delta_sync.ledger import AnchorRef, Ledger
 from delta_sync.plan import Position
+from delta_sync.store.keys import anchor_key
 from delta_sync.way_back import plan_back
 
 
@@ -72,6 +73,27 @@ def test_an_anchor_can_be_preferred(run, tmp_path):
     plan = Ledger(run.store).plan(position(newest), newest.state_digest, prefer_anchor=True)
     assert plan.start == "anchor"
     run.check(plan, None)
+
+
+def test_without_an_anchor_the_one_before_it_is_the_start(run, tmp_path):
+    first = run.origin()
+    run.anchor(tmp_path / "a")
+    second = run.delta()
+    run.anchor(tmp_path / "b")
+    last = run.delta()
+    ledger = Ledger(run.store)
+    newer, older = (AnchorRef(manifest.version, manifest.epoch) for manifest in (second, first))
+    assert ledger.plan(None, None).anchor.version == newer.version
+    plan = ledger.plan(None, None, without={newer})
+    assert (plan.anchor.version, list(plan.deltas), plan.damaged) == (older.version, [second, last], ())
+    run.check(plan, None)
+    with pytest.raises(ChainError, match="attach an anchor"):
+        ledger.plan(None, None, without={newer, older})
+    key = anchor_key(newer.version, newer.epoch)
+    run.store.put(key, run.store.get(key, max_bytes=1 << 20)[:-9])
+    plan = ledger.plan(None, None)
+    assert (plan.anchor.version, len(plan.damaged)) == (older.version, 1)
+    assert str(pickle.loads(pickle.dumps(plan)).damaged[0]) == str(plan.damaged[0])
 
 
 def test_a_plan_travels_between_processes(run, tmp_path):

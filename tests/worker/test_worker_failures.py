@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from publishing import Publisher, nudged
+from publishing import Publisher, nudged, small_ones_stepped
 from replica import Replica, replica, same
 
 from delta_sync.plan import Plan, Position
@@ -172,6 +172,26 @@ def test_anchor_without_a_served_tensor_is_refused(case: Case) -> None:
     case.live.attach(case.publisher.uri)
     error = failed(case, case.plan(prefer_anchor=True))
     assert error["kind"] == "IntegrityError" and "model.norm.weight" in error["error"]
+
+
+@pytest.mark.parametrize("coded", ["gap", "context"])
+@pytest.mark.parametrize("method", ["stage_begin", "load_dense"])
+def test_damage_of_an_anchor_is_no_deltas(case: Case, method: str, coded: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while a delta is decoded against the anchor's bits: that delta is whole."""
+    case.live.attach(case.publisher.uri)
+    case.publisher.delta(nudged(case.values, 0.3, seed=7))
+    case.publisher.anchor()
+    monkeypatch.setattr(case.publisher, "context", coded == "context")
+    case.publisher.delta(small_ones_stepped(case.publisher.tensors))
+    plan = case.plan(prefer_anchor=True)
+    assert plan.anchor is not None and len(plan.deltas) == 1
+    shard = next(ref.key for ref in plan.anchor.objects if ref.key.endswith(".safetensors"))
+    path = Path(case.publisher.uri) / shard
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    (reply,) = case.live.stage(plan, method)
+    assert (reply["state"], reply["error"]["kind"], reply["error"]["object"]) == ("failed", "IntegrityError", shard)
 
 
 @pytest.mark.parametrize("point", ["commit", "commit_half"])

@@ -1,0 +1,92 @@
+"""Looking at the store: what is newest, whether it is time to do something about it, and a word if no answer comes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Hashable, Iterator
+
+from delta_sync.errors import StoreError
+from delta_sync.ledger import Ledger
+from delta_sync.manifest import Manifest
+from vllm_delta_plugin.config import ReplicaConfig
+from vllm_delta_plugin.holding import Hold
+from vllm_delta_plugin.live import Live
+from vllm_delta_plugin.status import Status
+
+BUSY_TURN = 0.05  # seconds one look may take while a scan runs or a client waits
+_TURN = 1.0  # the same while there is nothing else to do
+_SLOW_STORE = 30.0  # seconds without an answer after which status says so
+
+
+class Lookout:
+    """Used from the coordinator's thread, but for ``wake``, ``hurry`` and ``complain_if_slow``."""
+
+    def __init__(self, config: ReplicaConfig, ledger: Ledger, live: Live, status: Status, hold: Hold) -> None:
+        self._config, self._ledger, self._live, self._status, self._hold = config, ledger, live, status, hold
+        self._wake = threading.Event()  # ends a look early
+        self._asking_since: float | None = None
+
+    def look(self, pinned: Manifest | None, busy: bool) -> Manifest | None:
+        """The newest version if there is something to do about it; returns within a second.
+
+        ``pinned``: the version to hold, if one is held; ``busy``: others wait for their turn.
+        """
+        with self.asking():
+            return self._look(pinned, BUSY_TURN if busy else _TURN)
+
+    def _look(self, pinned: Manifest | None, seconds: float) -> Manifest | None:
+        if self._hold.active or pinned is not None:
+            self._wake.wait(min(seconds, self._config.poll))
+            newest = self._ledger.head()
+        else:
+            newest = self._ledger.wait_newer(
+                self._live.position, time.monotonic() + seconds, self._wake, poll_seconds=self._config.poll
+            )
+        self._wake.clear()
+        self._status.update(looked_at=time.time())
+        if newest is None:
+            return None
+        self._status.saw(newest.version, newest.created_at)
+        if self._hold.active and not self._hold.over(self.signal(newest.sha256)):
+            return None
+        return None if self._is_at(pinned) else newest
+
+    def _is_at(self, pinned: Manifest | None) -> bool:
+        at = self._live.position
+        return pinned is not None and at is not None and at.manifest == pinned.sha256
+
+    def signal(self, manifest: str) -> Hashable:
+        """What a publisher's remedy would change: a newer version or another anchor."""
+        return manifest, tuple((a.version, a.epoch) for a in self._ledger.anchors())
+
+    def wake(self) -> None:
+        """End a look that is going on: there is something else to do."""
+        self._wake.set()
+
+    def hurry(self) -> None:
+        """Look at once, whatever is waited for."""
+        self._hold.hurry()
+        self._wake.set()
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """The store is asked meanwhile, and may take its time."""
+        self._asking_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._asking_since = None
+
+    def complain_if_slow(self) -> None:
+        """A word in status if the store has not answered for long; for another thread than the one it holds up."""
+        since = self._asking_since
+        if since is not None and time.monotonic() - since > _SLOW_STORE:
+            error = StoreError(
+                "looking for a newer version",
+                expected=f"the store's answer within {_SLOW_STORE:g} s",
+                got="none yet",
+                remedy="look at that file system or store; the old version is served meanwhile",
+            )
+            self._status.note_error(error)

@@ -28,7 +28,7 @@ class Taker:
         self._live.check(plan)
         if self._live.lost:
             self._load(plan)
-        elif plan.start != "anchor" and not plan.deltas and not self._live.changes_adapter(plan):
+        elif plan.start != "anchor" and not plan.deltas and not self._live.changes_what_is_served(plan):
             self._adopt(plan)
         else:
             self._stage(plan)

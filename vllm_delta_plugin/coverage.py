@@ -53,9 +53,8 @@ class WeightMap:
     requantised: Requantised | None = None  # what is served as vLLM's quantisation makes it; None: nothing is
 
     def staged_on_host(self, region: Region) -> bool:
-        """Whether more is made of the region's elements, or they are in host memory: the host must know its changes."""
-        made = self.requantised is not None and region.storage in self.requantised.staged_on_host
-        return made or self.storages[region.storage].on_cpu
+        """Whether what is served is made of the region's elements: the host must know its changes."""
+        return self.requantised is not None and region.storage in self.requantised.staged_on_host
 
     def digests(self) -> dict[str, int]:
         """Scan live memory: region key -> digest; IntegrityError if two live copies of one region differ."""

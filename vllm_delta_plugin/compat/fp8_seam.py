@@ -139,7 +139,7 @@ def _why_not(method: Any) -> str | None:
         return f"{kind} with Marlin's layout, as on GPUs without fp8 products"
     if getattr(method, "requantization_source", None) is not None:
         return f"{kind} over a checkpoint that is quantised otherwise"
-    if kind in ("Fp8LinearMethod", "Fp8MoEMethod") and not method.block_quant:
+    if kind in ("Fp8LinearMethod", "Fp8MoEMethod") and not getattr(method, "block_quant", False):
         return "a checkpoint of fp8 with one scale a tensor"
     return None
 
@@ -211,7 +211,7 @@ def derived(module: torch.nn.Module, method: Any) -> str | None:
 
 def _like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """The tensor as a parameter of the same class, loader and attributes."""
-    tensor.__class__ = parameter.__class__  # type: ignore[assignment]
+    tensor.__class__ = parameter.__class__
     tensor.__dict__ = parameter.__dict__.copy()
     return tensor
 

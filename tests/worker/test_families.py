@@ -38,6 +38,27 @@ def cells() -> Iterator[Table]:
         yield current
 
 
+@pytest.mark.parametrize("name", [pytest.param(name, marks=RARE) for name in FAMILIES])
+def test_checkpoints_in_blocks_of_fp8(name: str, tmp_path: Path, cells: Table) -> None:
+    """Here by vLLM's own settings for them alone: loading takes a GPU, or a CPU with AMX.
+
+    First of all, since once vLLM has served a family transformers may not make another of its models.
+    """
+    family = FAMILIES[name]
+    if family.not_on_cpu:
+        outcome = Outcome("not run", family.not_on_cpu)
+    else:
+        model = family.make(tmp_path / "model")
+        described = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**described, "quantization_config": BLOCK_FP8}))
+        outcome = Outcome("not run", NO_KERNEL)
+        try:
+            check_config(settings(model))
+        except MappingError as error:
+            outcome = Outcome("refused", str(error))
+    cells.check(name, "fp8, in blocks", outcome)
+
+
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else RARE) for n in FAMILIES])
 def test_served_by_one_worker(name: str, tmp_path: Path, cells: Table) -> None:
     family = FAMILIES[name]
@@ -129,26 +150,8 @@ def test_served_as_fp8(name: str, tmp_path: Path, cells: Table) -> None:
     else:
         try:
             outcome = serve(family, tmp_path, quantization="fp8_per_channel")
-        except (ValueError, NotImplementedError) as error:
-            if "kernel" not in str(error) and "backend" not in str(error):
+        except (ValueError, RuntimeError) as error:
+            if not any(word in str(error) for word in ("kernel", "backend", "scaled_fp8_quant() expected at most 0")):
                 raise
             outcome = Outcome("not run", NO_KERNEL)
     cells.check(name, "fp8, online", outcome)
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=RARE) for name in FAMILIES])
-def test_checkpoints_in_blocks_of_fp8(name: str, tmp_path: Path, cells: Table) -> None:
-    """Here by vLLM's own settings for them alone: loading takes a GPU, or a CPU with AMX."""
-    family = FAMILIES[name]
-    if family.not_on_cpu:
-        outcome = Outcome("not run", family.not_on_cpu)
-    else:
-        model = family.make(tmp_path / "model")
-        described = json.loads((model / "config.json").read_text())
-        (model / "config.json").write_text(json.dumps({**described, "quantization_config": BLOCK_FP8}))
-        outcome = Outcome("not run", NO_KERNEL)
-        try:
-            check_config(settings(model))
-        except MappingError as error:
-            outcome = Outcome("refused", str(error))
-    cells.check(name, "fp8, in blocks", outcome)

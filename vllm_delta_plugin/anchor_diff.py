@@ -16,6 +16,7 @@ from vllm_delta_plugin.background import Job
 from vllm_delta_plugin.chain import Folded
 from vllm_delta_plugin.coverage import WeightMap
 from vllm_delta_plugin.regions import gather_source, locate, split
+from vllm_delta_plugin.requantised import write_made
 from vllm_delta_plugin.staged import StageBuilder, check_tensor
 
 if TYPE_CHECKING:
@@ -45,12 +46,18 @@ def load_dense(job: Job[Any], weights: WeightMap, ledger: Ledger, plan: Plan, fo
 
     Nothing may run on the weights meanwhile, and there is no way back: verify the digests before serving.
     """
+    requantised = weights.requantised
+    if requantised is not None:
+        requantised.shadow.settle()
     for name, bits in target_tensors(job, weights, ledger, plan, folded):
         for region in weights.regions[name]:
             live = weights.storages[region.storage]
             new = torch.from_numpy(np.array(gather_source(bits, region)).view(f"<i{live.dtype.itemsize}"))
             box = live.bits.as_strided(region.shape, region.dst_strides, region.dst_offset)
             box.copy_(new.reshape(region.shape))
+    for module in requantised.modules if requantised is not None else ():
+        job.check()
+        write_made(weights.storages, module)
     return weights.digests()
 
 

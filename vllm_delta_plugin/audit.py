@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from delta_sync.errors import SyncTimeoutError
 from vllm_delta_plugin.background import Job
 from vllm_delta_plugin.commit import Device
 from vllm_delta_plugin.coverage import WeightMap, note_sum
 from vllm_delta_plugin.live_digest import region_digest
+from vllm_delta_plugin.requantised import Module, differences
 
 _TRIES = 100
 
@@ -20,6 +22,28 @@ def scan(job: Job[dict[str, int]], weights: WeightMap, device: Device, generatio
         if sums is not None:
             return sums
     raise SyncTimeoutError("audit", expected="one scan between two commits", got=f"{_TRIES} scans crossed by commits")
+
+
+def damaged(job: Job[Any], weights: WeightMap, device: Device, generation: Callable[[], int]) -> str | None:
+    """A module that is not served as vLLM makes it of its weights, if there is one among those whose turn it is.
+
+    SyncTimeoutError if commits never leave the time.
+    """
+    for module in weights.requantised.turn() if weights.requantised else ():
+        if _differs(job, weights, module, device, generation):
+            return module.name
+    return None
+
+
+def _differs(job: Job[Any], weights: WeightMap, module: Module, device: Device, generation: Callable[[], int]) -> bool:
+    for _ in range(_TRIES):
+        job.check()
+        started = generation()
+        with device.reading():
+            found = differences(weights.storages, module, {})
+        if generation() == started and not started % 2:
+            return bool(found)
+    raise SyncTimeoutError("audit", expected="a module between two commits", got=f"{_TRIES} crossed by commits")
 
 
 def _scan_once(

@@ -10,8 +10,8 @@ import torch
 
 from delta_sync.context_file import Decoded, decode_if_alone
 from delta_sync.delta_file import Unpacked
-from delta_sync.jit import compiled
 from vllm_delta_plugin.coverage import WeightMap
+from vllm_delta_plugin.exchange import exchange
 from vllm_delta_plugin.live_storage import HAS_TRITON, LiveStorage
 from vllm_delta_plugin.staged import StageBuilder, Update
 
@@ -44,15 +44,6 @@ class Device(Protocol):
         """Bytes that staging may use now."""
 
 
-@compiled
-def _exchange(live: Any, index: Any, staged: Any) -> None:
-    for k in range(index.size):
-        at = index[k]
-        old = live[at]
-        live[at] = staged[k]
-        staged[k] = old
-
-
 class HostSwap:
     """Staged bits beside weights in host memory."""
 
@@ -66,11 +57,11 @@ class HostSwap:
             for number, update in enumerate(self._updates):
                 if number == len(self._updates) // 2:
                     between()
-                _exchange(update.storage.array, update.index, update.bits)
+                exchange(update.storage.array, update.index, update.bits)
                 done.append(update)
         except BaseException:
             for update in done:
-                _exchange(update.storage.array, update.index, update.bits)
+                exchange(update.storage.array, update.index, update.bits)
             raise
 
 
@@ -146,8 +137,8 @@ class Cuda:
 
 
 def device_of(storages: Sequence[LiveStorage]) -> Device:
-    """The device all storages are on."""
-    device = storages[0].bits.device
+    """The device that the model runs on: that of all storages but the shadows in host memory."""
+    device = next((storage.bits.device for storage in storages if not storage.on_cpu), torch.device("cpu"))
     return Host() if device.type == "cpu" else Cuda(device)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +15,9 @@ from vllm_delta_plugin.live_digest import region_digest
 from vllm_delta_plugin.live_storage import LiveStorage, live_storage
 from vllm_delta_plugin.regions import Region, by_tensor, make_region, overlapping
 from vllm_delta_plugin.trace import Copy, Trace
+
+if TYPE_CHECKING:
+    from vllm_delta_plugin.requantised import Requantised
 
 Place = tuple[object, ...]  # storage, address, shape, strides, dtype, device
 _ADAPTERS = {"lora_a_stacked", "lora_a_stacked_2d", "lora_b_stacked"}
@@ -46,6 +50,11 @@ class WeightMap:
     problems: dict[str, str] = field(default_factory=dict)
     places: dict[str, Place] = field(default_factory=dict)  # each parameter's place once loading was over
     loose: frozenset[str] = frozenset()  # tensors that modules kept outside parameters before loading was over
+    requantised: Requantised | None = None  # what is served as vLLM's quantisation makes it; None: nothing is
+
+    def staged_on_host(self, region: Region) -> bool:
+        """Whether what is served is made of the region's elements: the host must know its changes."""
+        return self.requantised is not None and region.storage in self.requantised.staged_on_host
 
     def digests(self) -> dict[str, int]:
         """Scan live memory: region key -> digest; IntegrityError if two live copies of one region differ."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from delta_sync.errors import IntegrityError
 from vllm_delta_plugin.main_thread import MainThread
 from vllm_delta_plugin.proof import Sums
-from vllm_delta_plugin.ranks import Ranks, first_failure
+from vllm_delta_plugin.ranks import Ranks, Reply, first_failure
 
 
 class Auditor:
@@ -26,6 +26,7 @@ class Auditor:
         self._wanted = False
         self._crossed = False
         self.running = False
+        self.damage: IntegrityError | None = None  # found by the last scan: what is served is not what weights make
 
     @property
     def must_finish(self) -> bool:
@@ -58,6 +59,7 @@ class Auditor:
             self.running, self._wanted = False, True
             return None
         self._end()
+        self.damage = _damage(replies)
         return [reply["regions"] for reply in replies]
 
     def _due(self) -> bool:
@@ -66,6 +68,18 @@ class Auditor:
 
     def _end(self) -> None:
         self.running, self._since, self._finished = False, 0, time.monotonic()
+
+
+def _damage(replies: Sequence[Reply]) -> IntegrityError | None:
+    for rank, reply in enumerate(replies):
+        if (module := reply.get("damaged")) is not None:
+            return IntegrityError(
+                f"what rank {rank} serves of module {module!r}",
+                expected="the bits that vLLM makes of the proven weights",
+                got="others",
+                remedy="something else wrote to the weights: making them anew",
+            )
+    return None
 
 
 def compare(found: Sequence[Sums], proven: Sequence[Sums]) -> IntegrityError | None:

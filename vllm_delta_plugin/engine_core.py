@@ -167,4 +167,5 @@ def _facts(config: ReplicaConfig, engine: EngineFacts, live: Live, keys: PublicK
         transition=config.transition,
         max_lag=config.max_lag,
         lora=live.lora,
+        shadow_bytes=live.shadow_bytes,
     )

@@ -48,12 +48,15 @@ class GpuStageBuilder(StageBuilder):
 
     on_device: list[OnDevice] = field(default_factory=list)
     _pending: list[Pending] = field(default_factory=list)
+    _made: dict[int, list[OnDevice]] = field(default_factory=dict)  # by element width
 
     def add_unpacked(self, object_: Unpacked) -> bool:
         """See StageBuilder."""
         names = [entry.name for group in object_.groups for entry in group.entries]
         regions = [region for name in names for region in self.weights.regions.get(name, ())]
         if not can_decode(object_) or any(len(region.shape) > MAX_DIMS for region in regions):
+            return False
+        if any(self.weights.staged_on_host(region) for region in regions):
             return False
         if DECODING * max((group.coded.changed for group in object_.groups), default=0) > self.limit - self._bytes:
             return False
@@ -75,6 +78,11 @@ class GpuStageBuilder(StageBuilder):
 
     def finish(self) -> None:
         """See StageBuilder; waits for the GPU."""
+        for parts in self._made.values():  # one launch for each width
+            self.on_device.append(
+                OnDevice(torch.cat([one.addresses for one in parts]), torch.cat([one.staged for one in parts]))
+            )
+        self._made.clear()
         pending, self._pending = self._pending, []
         if not pending:
             return
@@ -90,7 +98,8 @@ class GpuStageBuilder(StageBuilder):
         pace = Pace()
         for name, folded in deltas.items():
             regions = self.weights.regions.get(name, ())
-            if any(len(r.shape) > MAX_DIMS or r.src_last - r.src_offset >= _REACH for r in regions):
+            far = any(len(r.shape) > MAX_DIMS or r.src_last - r.src_offset >= _REACH for r in regions)
+            if far or any(self.weights.staged_on_host(region) for region in regions):
                 others[name] = folded
                 continue
             for region in regions:
@@ -100,6 +109,12 @@ class GpuStageBuilder(StageBuilder):
         super().add_deltas(others)
         for width, found in pieces.items():
             self._add_pieces(width, [piece for piece in found if piece.positions.size])
+
+    def add_made(self, storage: int, index: torch.Tensor, bits: torch.Tensor) -> None:
+        """See StageBuilder; nothing leaves the GPU."""
+        self._grow(index.nbytes + bits.nbytes)
+        address = self.weights.storages[storage].bits.data_ptr() + index * bits.element_size()
+        self._made.setdefault(bits.element_size(), []).append(OnDevice(address, bits))
 
     def _add_pieces(self, width: int, pieces: Sequence[Piece]) -> None:
         if not pieces:

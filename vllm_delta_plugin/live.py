@@ -54,6 +54,8 @@ class Live:
         self._auditor = Auditor(main, ranks, config.audit_commits, config.audit_period)
         self._serves: Manifest | None = None
         self.lora: Mapping[str, Any] | None = replies[0].get("lora")
+        self.shadow_bytes = sum(int(reply.get("shadow_bytes") or 0) for reply in replies)
+        self.stale = False  # what is served is not what vLLM makes of the weights, which are proven all the same
         self._adapter: str | None = None  # sha256 of the adapter that is loaded
         self.fingerprint = model_fingerprint(self._layout.states(dict.fromkeys(self._layout.tensors, 0)))
         self._proven: Proven | None = None
@@ -119,6 +121,10 @@ class Live:
         """Whether the plan's target is served with another adapter than the one that is loaded, or with none."""
         return adapter_of(plan.target) != self._adapter
 
+    def changes_what_is_served(self, plan: Plan) -> bool:
+        """Whether a plan that changes no weights is served otherwise than these are now."""
+        return self.stale or self.changes_adapter(plan)
+
     def drop(self) -> None:
         """Forget what is staged."""
         self._stager.drop()
@@ -150,7 +156,7 @@ class Live:
         self.outputs.commit()
         committed = commit_all(self._ranks, self._salt, plan.target.version, _cache_that_remains(plan, self._serves))
         self._serves, self._adapter = plan.target, adapter_of(plan.target)
-        self._sums, self._proven = staged.after.sums, staged.after
+        self._sums, self._proven, self.stale = staged.after.sums, staged.after, False
         self._auditor.committed()
         return replace(committed, unsettled=committed.unsettled or self._recompute())
 
@@ -171,7 +177,7 @@ class Live:
         self._stop_stepping()
         self._serves, self._proven, self.lost = None, None, True
         loaded = load_dense(plan, self._layout, self._main, self._ranks, self._timeout, self._salt.advance)
-        self._sums, self._proven = loaded.proven.sums, loaded.proven
+        self._sums, self._proven, self.stale = loaded.proven.sums, loaded.proven, False
         unsettled = None
         if self.changes_adapter(plan):  # still paused
             staged = self.stage(Plan(plan.target, "live", None, (), {}))
@@ -201,7 +207,10 @@ class Live:
     def audit_step(self) -> Audit | None:
         """Start or poll a scan; when it is done, what it found."""
         found = self._auditor.step()
-        return None if found is None else Audit(found, compare(found, self._sums))
+        if found is None:
+            return None
+        self.stale = self.stale or self._auditor.damage is not None
+        return Audit(found, compare(found, self._sums) or self._auditor.damage)
 
 
 def adapter_of(manifest: Manifest) -> str | None:

@@ -17,7 +17,7 @@ from vllm_delta_plugin.transfer import to_device, to_host
 Array = npt.NDArray[Any]
 
 HAS_TRITON = find_spec("triton") is not None
-_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3"}
 SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 

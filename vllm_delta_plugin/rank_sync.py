@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from delta_sync.errors import ConflictError, MappingError
@@ -12,13 +12,14 @@ from delta_sync.store.open import open_store
 from vllm_delta_plugin import background, stage
 from vllm_delta_plugin.adapter_slot import AdapterSlot
 from vllm_delta_plugin.anchor_diff import load_dense
-from vllm_delta_plugin.audit import scan
+from vllm_delta_plugin.audit import damaged, scan
 from vllm_delta_plugin.background import Job
-from vllm_delta_plugin.commit import device_of
+from vllm_delta_plugin.commit import Host, device_of
 from vllm_delta_plugin.coverage import WeightMap
 from vllm_delta_plugin.faults import Faults
 from vllm_delta_plugin.reading import ReadingLedger
 from vllm_delta_plugin.rehearsal import rehearse
+from vllm_delta_plugin.shadow import Shadow, shadow_bytes
 from vllm_delta_plugin.stage import Rank, Staged
 from vllm_delta_plugin.staged import StageTooLargeError
 
@@ -49,8 +50,8 @@ class RankSync:
         self._faults.at("attach")
         self._ledger = ReadingLedger(open_store(str(config["uri"])), cache=_cache(config))
         self._device = device_of(weights.storages)
-        for storage in {storage.dtype: storage for storage in weights.storages}.values():
-            rehearse(storage, self._device)
+        for storage in {(storage.dtype, storage.on_cpu): storage for storage in weights.storages}.values():
+            rehearse(storage, Host() if storage.on_cpu else self._device)
         self._rank = Rank(weights, self._device, world_size == 1, config.get("stage_bytes"), slot)
         self._generation = 0  # odd while a swap runs
         self._stage: Job[Staged] | None = None
@@ -58,7 +59,7 @@ class RankSync:
         self._committed: int | None = None
         self._dense: Job[dict[str, int]] | None = None
         self._dense_target: int | None = None
-        self._audit: Job[dict[str, int]] | None = None
+        self._audit: Job[tuple[dict[str, int], str | None]] | None = None
         self.version: int | None = None
 
     def describe(self) -> Reply:
@@ -69,6 +70,7 @@ class RankSync:
             "ignored": self.weights.ignored,
             "aliases": self.weights.aliases,
             "lora": self._rank.slot and self._rank.slot.describe(),
+            "shadow_bytes": shadow_bytes(self.weights.storages),
         }
 
     def stage_begin(self, plan: Plan) -> Reply:
@@ -142,6 +144,8 @@ class RankSync:
         if self._committed != target:
             raise ConflictError(f"settling version {target}", expected="it to be committed", got=self._committed)
         self._committed, self._stage, self.version = None, None, target
+        if self.weights.requantised is not None:  # what it owes would be kept in memory until somebody reads it
+            Job("delta-sync-shadow", background.STAGING, _settled(self.weights.requantised.shadow))
         return {"state": "idle", "version": target}
 
     def load_dense(self, plan: Plan) -> Reply:
@@ -163,15 +167,16 @@ class RankSync:
         """Start a full scan; a running one is dropped."""
         if self._audit is not None:
             self._audit.cancel()
-        self._audit = Job(
-            "delta-sync-audit",
-            background.AUDITING,
-            lambda job: scan(job, self.weights, self._device, lambda: self._generation),
-        )
+
+        def work(job: Job[Any]) -> tuple[dict[str, int], str | None]:
+            looking = job, self.weights, self._device, lambda: self._generation
+            return scan(*looking), damaged(*looking)
+
+        self._audit = Job("delta-sync-audit", background.AUDITING, work)
         return {"state": "running"}
 
     def audit_poll(self) -> Reply:
-        """Where the scan stands; every region's digest once it is done."""
+        """Where the scan stands; once it is done every region's digest, and a module that is damaged."""
         job = self._audit
         if job is None:
             return {"state": "idle"}
@@ -179,7 +184,8 @@ class RankSync:
             raise job.error
         if job.result is None:
             return {"state": "running"}
-        return {"state": "done", "regions": job.result, "generation": self._generation}
+        regions, module = job.result
+        return {"state": "done", "regions": regions, "damaged": module, "generation": self._generation}
 
     def read_tensor(self, name: str) -> Reply:
         """This rank's live bits of a tensor: region key -> row-major little-endian bytes of that region."""
@@ -225,6 +231,14 @@ class RankSync:
         if job.result is None:
             return {"state": "loading", "target": self._dense_target}
         return {"state": "loaded", "target": self._dense_target, "regions": job.result, "read": self._ledger.read}
+
+
+def _settled(shadow: Shadow) -> Callable[[Job[bool]], bool]:
+    def work(_: Job[bool]) -> bool:
+        shadow.settle()
+        return True
+
+    return work
 
 
 def _cache(config: Mapping[str, Any]) -> ObjectCache | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from delta_sync.errors import MappingError
 
+_QUANTISED = {None, "fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"}  # see compat/fp8_seam.py
 _LOAD_FORMATS = {"auto", "hf", "safetensors", "fastsafetensors", "runai_streamer", "instanttensor", "dummy"}
 
 
@@ -24,7 +25,10 @@ def _found(config: Any) -> list[tuple[str, object, str]]:
 
     model, load, parallel = config.model_config, config.load_config, config.parallel_config
     load_format = str(getattr(load.load_format, "value", load.load_format))
-    refuse("quantization", model.quantization, "serve the unquantised checkpoint")
+    if model.quantization not in _QUANTISED:
+        refuse("quantization", model.quantization, "serve the unquantised checkpoint, or with --quantization fp8")
+    elif model.quantization and getattr(config, "lora_config", None) is not None:
+        refuse("LoRA", f"on weights quantised as {model.quantization}", "serve the unquantised checkpoint")
     refuse("speculative decoding", _draft(config), "serve without a draft model: its weights would stay the old ones")
     refuse("sleep mode", getattr(model, "enable_sleep_mode", False), "serve without --enable-sleep-mode")
     refuse("expert load balancing", getattr(parallel, "enable_eplb", False), "serve without --enable-eplb")

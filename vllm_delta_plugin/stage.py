@@ -15,7 +15,9 @@ from vllm_delta_plugin.base_bits import AnchorBits, Start, live_bits
 from vllm_delta_plugin.chain import Early, Folded, drop_aliases, fold_chain, undone
 from vllm_delta_plugin.commit import Device, Swap
 from vllm_delta_plugin.coverage import WeightMap
-from vllm_delta_plugin.staged import check_tensor
+from vllm_delta_plugin.requantised import stage_made
+from vllm_delta_plugin.shadow import ShadowedSwap
+from vllm_delta_plugin.staged import StageBuilder, check_tensor
 
 if TYPE_CHECKING:
     from delta_sync.ledger import Ledger
@@ -63,8 +65,24 @@ def stage(job: Job[Staged], rank: Rank, ledger: Ledger, plan: Plan) -> Staged:
             else:
                 builder.add_deltas(folded)
     job.check()
-    swap = adapted(rank.device.prepare(builder))
+    swap = adapted(_prepared(job, rank, plan, builder))
     return Staged(plan.target.version, swap, builder.parts, builder.changed)
+
+
+def _prepared(job: Job[Any], rank: Rank, plan: Plan, builder: StageBuilder) -> Swap:
+    """The swap of what is staged and, where vLLM serves what it makes of weights, of what follows from it.
+
+    That is made anew for all modules where live bits are taken for what they are, so that damage ends here.
+    """
+    requantised = rank.weights.requantised
+    if requantised is None:
+        return rank.device.prepare(builder)
+    modules = requantised.modules if plan.start in ("live", "anchor") else requantised.touched(builder)
+    with rank.device.reading():
+        stage_made(builder, modules, job.check)
+    shadowed = builder.take_shadowed()
+    requantised.shadow.settle()
+    return ShadowedSwap(rank.device.prepare(builder), requantised.shadow, shadowed)
 
 
 def _with_adapter(rank: Rank, ledger: Ledger, plan: Plan) -> Callable[[Swap], Swap]:

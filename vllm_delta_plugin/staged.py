@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from delta_sync.delta import new_bits
 from delta_sync.delta_file import Unpacked
@@ -19,6 +20,8 @@ from vllm_delta_plugin.coverage import WeightMap
 from vllm_delta_plugin.live_digest import tensor_key
 from vllm_delta_plugin.live_storage import LiveStorage
 from vllm_delta_plugin.regions import Region, map_positions
+from vllm_delta_plugin.shadow import ShadowStorage
+from vllm_delta_plugin.transfer import to_host
 
 Array = npt.NDArray[Any]
 Index = npt.NDArray[np.int64]
@@ -122,12 +125,36 @@ class StageBuilder:
                 remedy="load densely from an anchor",
             )
 
+    def changes(self, storages: Iterable[int]) -> dict[int, tuple[Index, Array]]:
+        """What is staged on the host for some storages, by number: distinct live elements and the bits they get."""
+        wanted = sorted(set(storages) & set(self._index))
+        return {s: (np.concatenate(self._index[s]), np.concatenate(self._bits[s])) for s in wanted}
+
+    def changes_any(self, storage: int) -> bool:
+        """Whether anything of a storage is staged on the host."""
+        return storage in self._index
+
+    def add_made(self, storage: int, index: torch.Tensor, bits: torch.Tensor) -> None:
+        """Stage bits (signed ``[n]``) that follow from what is staged for elements ``index`` (int64 ``[n]``)."""
+        self._grow(index.nbytes + bits.nbytes)
+        carrier = self.weights.storages[storage].dtype.carrier
+        self._index.setdefault(storage, []).append(to_host(index))
+        self._bits.setdefault(storage, []).append(to_host(bits).view(carrier))
+
+    def take_shadowed(self) -> list[Update]:
+        """Take out what is staged for shadows, which a commit does not swap."""
+        shadowed = [s for s in self._index if isinstance(self.weights.storages[s], ShadowStorage)]
+        found = self._updates(self.changes(shadowed))
+        for storage in shadowed:
+            del self._index[storage], self._bits[storage]
+        return found
+
     def updates(self) -> list[Update]:
         """The staged changes, one update a storage."""
-        return [
-            Update(self.weights.storages[s], np.concatenate(self._index[s]), np.concatenate(self._bits[s]))
-            for s in sorted(self._index)
-        ]
+        return self._updates(self.changes(self._index))
+
+    def _updates(self, changes: Mapping[int, tuple[Index, Array]]) -> list[Update]:
+        return [Update(self.weights.storages[s], index, bits) for s, (index, bits) in changes.items()]
 
 
 def check_tensor(weights: WeightMap, name: str, dtype: DType, shape: tuple[int, ...], *, only_rank: bool) -> None:

@@ -34,6 +34,7 @@ class Facts:
     transition: str = "async"
     max_lag: int | None = None  # versions that it may be behind and still call itself ready
     lora: Mapping[str, Any] | None = None  # what a LoRA adapter must be like; None: it serves none
+    shadow_bytes: int = 0  # host memory of all ranks that holds weights of which vLLM serves a quantised form
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Taker:
     def _take(self, plan: Plan) -> None:
         if self._live.lost:
             self._load(plan)
-        elif plan.start != "anchor" and not plan.deltas and not self._live.changes_adapter(plan):
+        elif plan.start != "anchor" and not plan.deltas and not self._live.changes_what_is_served(plan):
             self._adopt(plan)
         else:
             self._stage(plan)

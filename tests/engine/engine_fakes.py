@@ -56,6 +56,8 @@ class Rank:
     too_small: bool = False
     skew: int = 0  # added to the staged "norm" sum: a wrong proof
     fail: set[str] = field(default_factory=set)
+    damaged: str | None = None  # a module that is served otherwise than made of its weights, until all are made anew
+    anew: bool = False  # whether what is staged does that
     adapter: str | None = None  # sha256 of the object that is loaded
     next_adapter: str | None = None
     lora: ClassVar[dict[str, Any] | None] = None  # as an engine without --enable-lora
@@ -79,6 +81,7 @@ class Rank:
     def stage_begin(self, plan: Plan) -> dict[str, Any]:
         self.loading = False
         self.staged, self.error, self.target = None, None, plan.target.version
+        self.anew = plan.start in ("live", "anchor")
         self.next_adapter = plan.target.objects[0].sha256 if plan.target.kind == "adapter" else None
         try:
             if "stage" in self.fail:
@@ -139,6 +142,7 @@ class Rank:
         if self.staged is None or self.target != version:
             raise Injected("nothing staged")
         self.live, self.staged, self.committed = self.staged, self.live, True
+        self.damaged = None if self.anew else self.damaged
         self.adapter, self.next_adapter = self.next_adapter, self.adapter
         return {}
 
@@ -156,7 +160,7 @@ class Rank:
         return {"state": "running"}
 
     def audit_poll(self) -> dict[str, Any]:
-        return {"state": "done", "regions": self.sums(self.live)}
+        return {"state": "done", "regions": self.sums(self.live), "damaged": self.damaged}
 
 
 def describe(error: Exception, key: str | None = None) -> dict[str, Any]:

@@ -415,6 +415,20 @@ def test_the_audit_finds_a_flipped_bit_and_an_anchor_heals_it(trainer, replica_o
     assert replica.executor.equal(trainer.weights)
 
 
+def test_what_is_served_of_quantised_weights_is_made_anew_where_a_scan_finds_damage(trainer, replica_of) -> None:
+    """The weights are proven all the same, so it takes no anchor."""
+    trainer.origin()
+    replica = replica_of(audit_commits=2).start()
+    replica.wait_version(1)
+    replica.executor.ranks[1].damaged = "layers.0.qkv_proj"
+    trainer.step(1)
+    status = replica.wait("heal", lambda s: s["commit_generation"] == 2)
+    assert replica.executor.ranks[1].damaged is None
+    assert (status["version"], status["state"], status["anchors_taken"]) == (2, "live", 0)
+    assert "rank 1 serves of module 'layers.0.qkv_proj'" in status["last_error"]["error"]
+    assert replica.executor.equal(trainer.weights)
+
+
 def test_copies_that_drift_apart_are_poison_too(trainer, replica_of) -> None:
     trainer.origin()
     replica = replica_of(audit_commits=2).start()

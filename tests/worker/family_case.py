@@ -29,7 +29,11 @@ SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a model: "direct" (deltas go straight into its weights), "refused" or "not run", and why."""
+    """What became of a model, and why.
+
+    "direct" (deltas go straight into its weights), "requantised" (what is served is made of them anew), "refused" or
+    "not run".
+    """
 
     cell: str
     reason: str = ""
@@ -89,12 +93,12 @@ def update(live: Replica, publisher: Publisher, new: dict[str, torch.Tensor]) ->
     return None
 
 
-def serve(family: Family, folder: Path) -> Outcome:
-    """Serve the family, update it, compare with a fresh engine; AssertionError if anything differs."""
+def serve(family: Family, folder: Path, **more: Any) -> Outcome:
+    """Serve the family, with ``more`` options, update, compare with a fresh engine; AssertionError if they differ."""
     old = family.make(folder / "old")
     values = tiny_models.tensors(old)
     new = nudged(values, 0.1, seed=1)
-    options: dict[str, Any] = {**SMALL, **family.serve}
+    options: dict[str, Any] = {**SMALL, **family.serve, **more}
     with quick_start(), replica(tiny_models.rewrite(old, folder / "new", new), **options) as fresh:
         fresh_answers, expected = answers(fresh), everything(fresh.model)  # rotary tables change type when first used
     with quick_start(), replica(old, **options) as live:
@@ -111,4 +115,4 @@ def serve(family: Family, folder: Path) -> Outcome:
         assert answers(live) == fresh_answers != old_answers
         del live
     gc.collect()
-    return Outcome("direct")
+    return Outcome("requantised" if attached["shadow_bytes"] else "direct")

@@ -24,14 +24,13 @@ from delta_sync.writer import Writer
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor's bits, flat uint16 or (float32) uint32."""
-    carrier = np.uint32 if tensor.dtype == torch.float32 else np.uint16
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().view(carrier)
+    """A tensor's bits, flat uint16, (float32) uint32 or (float8) uint8."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().view(f"<u{tensor.element_size()}")
 
 
 def element(tensor: torch.Tensor, dtype: str) -> str:
     """The published element type: ``dtype`` for all tensors of 16 bits."""
-    return "F32" if tensor.dtype == torch.float32 else dtype
+    return {torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3"}.get(tensor.dtype, dtype)
 
 
 def states(tensors: Mapping[str, torch.Tensor], dtype: str = "BF16") -> dict[str, TensorState]:
@@ -113,7 +112,7 @@ class Publisher:
         values = self.tensors if tensors is None else tensors
         folder = self._folder.parent / f"{self._folder.name}-anchor-{self._writer.head.version}"
         files = write_anchor_files(
-            folder, ((n, DTYPES[self.dtype], tuple(t.shape), bits(t)) for n, t in values.items())
+            folder, ((n, DTYPES[element(t, self.dtype)], tuple(t.shape), bits(t)) for n, t in values.items())
         )
         self._writer.attach_anchor(self._writer.head, files, states(self.tensors, self.dtype))
 

@@ -25,7 +25,7 @@ from vllm import envs  # noqa: F401 - reads that environment
 from delta_sync.plan import Plan, Position
 
 
-def load(model: str, options: dict[str, Any], rank: int, port: int) -> Any:
+def load(model: str, options: dict[str, Any], rank: int, port: int, ranks: int = 2) -> Any:
     """This rank's model, loaded as a worker does it."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
@@ -36,7 +36,7 @@ def load(model: str, options: dict[str, Any], rank: int, port: int) -> Any:
     config = EngineArgs(model=model, **(args | options)).create_engine_config()
     config.parallel_config.rank = rank
     with set_current_vllm_config(config):
-        init_distributed_environment(2, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")  # does nothing the second time
+        init_distributed_environment(ranks, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")  # only the first time
         parallel_state.destroy_model_parallel()  # only for a mixture of experts are there groups of its ranks
         parallel = config.parallel_config
         initialize_model_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)

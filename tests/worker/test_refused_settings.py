@@ -36,10 +36,8 @@ def speculating(method: str, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"quantization": "fp8"}, "quantization.*got fp8"),
-        ({"quantization": "fp8_per_tensor"}, "quantization.*got fp8_per_tensor"),
-        ({"quantization": "fp8_per_channel"}, "quantization.*got fp8_per_channel"),
-        ({"quantization": "fp8_per_block"}, "quantization.*got fp8_per_block"),
+        ({"quantization": "int8_per_channel_weight_only"}, "quantization.*got int8_per_channel_weight_only"),
+        ({"quantization": "mxfp8"}, "quantization.*got mxfp8"),
         ({"cpu_offload_gb": 1}, "weight offload"),
         ({"offload_group_size": 2}, "weight offload"),
         (speculating("eagle3"), "speculative decoding.*got eagle3"),
@@ -53,12 +51,21 @@ def test_what_changes_the_weights_is_refused(model: Path, options: dict[str, Any
         check_config(settings(model, **options))
 
 
-def test_a_checkpoint_in_blocks_of_fp8_is_refused(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"quantization": f"fp8{how}"} for how in ("", "_per_tensor", "_per_channel")])
+def test_fp8_made_while_loading_is_served(model: Path, options: dict[str, Any]) -> None:
+    check_config(settings(model, **options))
+
+
+def test_a_checkpoint_in_blocks_of_fp8_is_served(model: Path, tmp_path: Path) -> None:
     quantised = tiny_models.rewrite(model, tmp_path / "fp8", tiny_models.tensors(model))
     described = json.loads((quantised / "config.json").read_text())
     (quantised / "config.json").write_text(json.dumps({**described, "quantization_config": BLOCK_FP8}))
-    with pytest.raises(MappingError, match=r"quantization.*got fp8.*the unquantised checkpoint"):
-        check_config(settings(quantised))
+    check_config(settings(quantised))
+
+
+def test_adapters_over_fp8_are_refused(model: Path) -> None:
+    with pytest.raises(MappingError, match=r"LoRA.*on weights quantised as fp8.*the unquantised checkpoint"):
+        check_config(settings(model, quantization="fp8", enable_lora=True))
 
 
 def test_plain_settings_and_proposals_without_weights_are_served(model: Path) -> None:

@@ -236,7 +236,7 @@ def config(**changes: object) -> Space:
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"model_config__quantization": "fp8"}, "quantization.*fp8"),
+        ({"model_config__quantization": "awq"}, "quantization.*awq.*--quantization fp8"),
         ({"model_config__enable_sleep_mode": True}, "sleep mode"),
         ({"load_config__load_format": "bitsandbytes"}, "load format.*bitsandbytes"),
         ({"parallel_config__enable_eplb": True}, "expert load balancing"),

@@ -7,6 +7,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from delta_sync.errors import DeltaSyncError, MappingError
+from vllm_delta_plugin.compat import fp8_seam
 from vllm_delta_plugin.compat.seam import require
 from vllm_delta_plugin.coverage import Fingerprint, WeightMap, add_tied_names, map_weights, verify_direct
 
@@ -40,34 +41,46 @@ def install() -> None:
 
     @functools.wraps(original)
     def observed(model: Any, model_config: Any, target_device: Any) -> None:
-        before = _before(model, model_config)
+        modules, before = _before(model, model_config)
         original(model, model_config, target_device)
-        _after(model, before)
+        _after(model, modules, before)
 
     observed.__delta_sync_wraps__ = True  # type: ignore[attr-defined]
     setattr(base_loader, _NAME, observed)
 
 
-def _before(model: Any, model_config: Any) -> Fingerprint | None:
-    """Trace and fingerprint; a failure is kept for ``weight_map`` to raise, since loading itself must go on."""
+def _before(model: Any, model_config: Any) -> tuple[dict[str, Any], Fingerprint | None]:
+    """Trace and fingerprint; a failure is kept for ``weight_map`` to raise, since loading itself must go on.
+
+    Also the modules that are quantised, by name.
+    """
     from vllm_delta_plugin.checkpoint_index import checkpoint_tensors
+    from vllm_delta_plugin.quantised_load import add_shadows
     from vllm_delta_plugin.trace import trace_load
 
     try:
         shapes = checkpoint_tensors(model_config.model, model_config.revision, _cache())
-        weights = map_weights(model, trace_load(model, shapes, model_config.dtype), shapes)
+        modules = fp8_seam.quantised(model) if model_config.quantization else {}
+        with fp8_seam.as_loaded(modules):
+            weights = map_weights(model, trace_load(model, shapes, model_config.dtype), shapes)
+        if modules:
+            add_shadows(weights, modules)
         _MAPS[model] = weights
-        return Fingerprint.take(model, weights)
+        return modules, Fingerprint.take(model, weights)
     except DeltaSyncError as error:
         _MAPS[model] = error
-        return None
+        return {}, None
 
 
-def _after(model: Any, before: Fingerprint | None) -> None:
+def _after(model: Any, modules: dict[str, Any], before: Fingerprint | None) -> None:
+    from vllm_delta_plugin.quantised_load import finish
+
     weights = _MAPS[model]
     if before is None or not isinstance(weights, WeightMap):
         return
     try:
+        if modules:
+            finish(weights, modules)
         verify_direct(model, weights, before)
         add_tied_names(model, weights)
     except DeltaSyncError as error:

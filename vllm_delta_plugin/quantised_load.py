@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -60,7 +61,9 @@ def finish(weights: WeightMap, modules: Modules) -> None:
             continue
         made = _made(weights, name, module, untouched)
         found = Module(name, _processor(module), loaded, untouched, made)
-        if differences(weights.storages, found, {}):
+        with _as_when_staging():
+            again = differences(weights.storages, found, {})
+        if again:
             raise IntegrityError(
                 f"what vLLM makes of module {name!r}",
                 expected="the same bits each time",
@@ -76,6 +79,17 @@ def finish(weights: WeightMap, modules: Modules) -> None:
         len(requantised.modules),
         shadow_bytes(weights.storages),
     )
+
+
+@contextmanager
+def _as_when_staging() -> Iterator[None]:
+    """Meanwhile torch's default type is not the model's, as it is while vLLM loads: no function may depend on it."""
+    loading = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(loading)
 
 
 def _processor(module: torch.nn.Module) -> Process:

@@ -37,12 +37,14 @@ class Kind:
     options: dict[str, Any]
     stored: Callable[[Values], dict[str, torch.Tensor]] = dict
     write: Callable[[Path, Path, Values], Path] = tiny_models.rewrite
+    model: str = "qwen3"
 
 
 KINDS = {
     "per channel": Kind({"quantization": "fp8_per_channel"}),
     "per tensor": Kind({"quantization": "fp8"}),
     "per block": Kind({"quantization": "fp8_per_block"}),
+    "experts, per tensor": Kind({"quantization": "fp8"}, model="qwen3_moe"),
     "checkpoint in blocks": Kind({}, fp8_checkpoint.in_blocks, fp8_checkpoint.write),
 }
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM has no kernel for it on this CPU")
@@ -93,7 +95,7 @@ class Case:
 @pytest.fixture(scope="module", params=[k if k == "per channel" else pytest.param(k, marks=ON_GPU) for k in KINDS])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     kind, folder = KINDS[request.param], tmp_path_factory.mktemp("fp8")
-    plain = tiny_models.make("qwen3", folder / "plain", **DIMENSIONS)
+    plain = tiny_models.make(kind.model, folder / "plain", **DIMENSIONS)
     steps = [tiny_models.tensors(plain)]
     steps += [nudged(steps[0], 0.1, seed=1)]
     steps += [nudged(steps[1], 0.001, seed=2)]
@@ -150,7 +152,7 @@ def test_a_rollback_by_deltas_serves_the_version_before_again(case: Case, tmp_pa
 
 def test_a_wrong_digest_is_refused_with_nothing_touched(case: Case, tmp_path: Path) -> None:
     case.begin(tmp_path)
-    name = "model.layers.0.mlp.down_proj.weight"
+    name = "model.layers.0.self_attn.o_proj.weight"
     lied = case.versions[1] | {name: case.versions[2][name]}
     manifest = case.publisher.delta(case.versions[1], claimed=lied)
     case.publisher.tensors = dict(case.versions[0])
@@ -226,3 +228,24 @@ def test_what_is_proven_are_the_elements_of_the_checkpoint(case: Case, tmp_path:
     assert found == {n: (s.dtype, s.shape) for n, s in published.items()}
     assert digests(case.attached) == {n: s.digest for n, s in published.items()}
     assert case.attached["shadow_bytes"] <= 2 * sum(math.prod(shape) for _, shape in found.values())
+
+
+@pytest.mark.long
+def test_what_would_be_made_otherwise_than_while_loading_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While vLLM loads, torch's default type is the model's; when a version is staged it is not."""
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod as Method
+
+    original = Method.process_weights_after_loading
+
+    def process(self: Any, layer: Any) -> None:
+        original(self, layer)
+        layer.weight_scale = torch.nn.Parameter(layer.weight_scale.to(torch.get_default_dtype()), requires_grad=False)
+
+    monkeypatch.setattr(Method, "process_weights_after_loading", process)
+    model = tiny_models.make("qwen3", tmp_path / "plain", **DIMENSIONS)
+    with quick_start(), replica(model, **SMALL, quantization="fp8_per_channel") as live:
+        (reply,) = live.rpc("attach", {"uri": str(tmp_path)})
+    assert not reply["ok"]
+    assert "that vLLM makes of module 'model.layers.0.self_attn.qkv_proj'" in reply["error"]["error"]

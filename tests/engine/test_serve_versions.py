@@ -158,7 +158,7 @@ def test_an_exact_request_is_answered_wholly_by_that_version_or_not_at_all(world
         assert stream.result().headers["x-delta-sync-version"] == str(version)
         *chunks, last = stream.result().body
         assert (last["error"]["code"], last["delta_sync"]["reason"]) == (409, "changed")
-        assert 20 <= len(chunks) < 1900
+        assert 0 < len(chunks) < 1900
     assert witness.tokens < 1900, "both were ended at the commit, not at their last token"
     assert witness.join().error is None
 

@@ -41,15 +41,23 @@ def completions(behave):
     return app
 
 
-def record(url, seconds=0.5, **more):
+def record(url, until, **more):
+    """Until ``until`` is true of the recorder, within 30 s."""
+    deadline = time.monotonic() + 30
     with StreamRecorder(url, "m", "Once", 50, **more) as recorder:
-        time.sleep(seconds)
+        while not until(recorder):
+            assert time.monotonic() < deadline, (recorder.streams, recorder.interruptions)
+            time.sleep(0.01)
     return recorder
+
+
+def interrupted(recorder):
+    return recorder.interruptions
 
 
 def test_tokens_are_timed_and_finished_streams_restart(serve):
     app = completions(lambda n: ["a", "b", "", ("c", "length")])
-    recorder = record(serve(app), api_key="k")
+    recorder = record(serve(app), lambda recorder: len(recorder.streams) >= 4, api_key="k")
     assert len(recorder.streams) >= 3 and not recorder.interruptions
     whole = [stream for stream in recorder.streams if stream.end == "length"]
     assert whole and all(len(stream.times) == 3 for stream in whole)  # the chunk without text carries no token
@@ -60,7 +68,7 @@ def test_tokens_are_timed_and_finished_streams_restart(serve):
 
 
 def test_our_own_stop_is_no_interruption(serve):
-    recorder = record(serve(completions(lambda n: ["x"] * 10_000)))
+    recorder = record(serve(completions(lambda n: ["x"] * 10_000)), lambda recorder: recorder.tokens > 5)
     assert [stream.end for stream in recorder.streams] == ["cut"]
     assert not recorder.interruptions and recorder.tokens > 5
 
@@ -76,11 +84,11 @@ def test_our_own_stop_is_no_interruption(serve):
     ],
 )
 def test_interruptions_are_counted_and_told(serve, script, why):
-    recorder = record(serve(completions(lambda n: script if n == 0 else ["x"] * 10_000)))
+    recorder = record(serve(completions(lambda n: script if n == 0 else ["x"] * 10_000)), interrupted)
     assert len(recorder.interruptions) == 1 and why in recorder.interruptions[0]
     assert recorder.streams[0].end not in ("", "length", "stop", "cut")
 
 
 def test_nobody_there_is_an_interruption():
-    recorder = record("http://127.0.0.1:9", seconds=0.2)
-    assert recorder.interruptions and "ConnectError" in recorder.interruptions[0]
+    recorder = record("http://127.0.0.1:9", interrupted)
+    assert "ConnectError" in recorder.interruptions[0]

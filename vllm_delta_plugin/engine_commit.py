@@ -1,5 +1,7 @@
 """The commit: all ranks or none, inside one call on the engine's thread, so between two scheduler iterations.
 
+Of engines that share experts all ranks of all engines or none: they agree before the call ends (``expert_group.py``).
+
 No request can be stepped between a rank's swap and the check of all ranks' replies: the engine's thread
 schedules nothing until this call returns, batches already handed to the workers run before the swap
 (each worker takes its calls in order), and an undo happens inside the same call. So there is nothing
@@ -9,10 +11,12 @@ to abort and retry after a rollback: no token was ever computed with weights of 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from delta_sync.manifest import PromptCache
 from vllm_delta_plugin.cache_salt import CacheSalt
+from vllm_delta_plugin.group import PeerError
 from vllm_delta_plugin.main_thread import EngineBroken
 from vllm_delta_plugin.ranks import RankError, Ranks, first_failure
 
@@ -25,7 +29,9 @@ class RolledBack(RankError):
     @classmethod
     def of(cls, error: RankError) -> RolledBack:
         """The same error, told as a rollback."""
-        return cls(error.rank, error.kind, error.message, error.object_key)
+        told = cls(error.rank, error.kind, error.message, error.object_key)
+        told.args = error.args
+        return told
 
 
 @dataclass(frozen=True)
@@ -39,14 +45,19 @@ class Committed:
     unsettled: Exception | None
 
 
-def commit_all(ranks: Ranks, salt: CacheSalt, version: int, keep: PromptCache) -> Committed:
+def commit_all(
+    ranks: Ranks, salt: CacheSalt, version: int, keep: PromptCache, agree: Callable[[bool], int | None]
+) -> Committed:
     """Swap the staged bits in on every rank; must run on the engine's thread. ``keep``: which cached prompts remain.
 
+    ``agree``: told whether that worked here, it answers with an engine where it did not (see Group.agree).
     RolledBack if a rank failed and all were undone; EngineBroken if one could not be undone.
     """
     started = time.perf_counter()
     replies = ranks.ask("commit", version)
     failed = first_failure(replies)
+    if (elsewhere := agree(failed is None)) is not None and failed is None:
+        failed = PeerError(elsewhere, "RolledBack", f"could not commit version {version}: its own status says why")
     salt.advance(keep if failed is None else "none")  # also after a rollback: a generation is never reused
     if failed is not None:
         _undo(ranks, version, failed)

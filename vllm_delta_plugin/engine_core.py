@@ -20,6 +20,9 @@ from vllm_delta_plugin.cache_salt import CacheSalt, Salted
 from vllm_delta_plugin.config import ReplicaConfig
 from vllm_delta_plugin.coordinator import Coordinator
 from vllm_delta_plugin.engine_load import Pause
+from vllm_delta_plugin.expert_group import ExpertGroup, Steps
+from vllm_delta_plugin.follower import Follower
+from vllm_delta_plugin.group import ALONE
 from vllm_delta_plugin.live import Live
 from vllm_delta_plugin.log import logger
 from vllm_delta_plugin.main_thread import EngineBroken, MainThread
@@ -53,6 +56,7 @@ class DeltaSync:
         collective_rpc: Callable[..., Sequence[Any]],
         wake: Callable[[], None],
         pause: Callable[[MainThread, threading.Event], Pause],
+        steps: Steps | None = None,
     ) -> None:
         self._config = config
         self._stop = threading.Event()
@@ -61,13 +65,20 @@ class DeltaSync:
         self._ranks = Ranks(collective_rpc)
         store, keys = open_store(config.uri), load_public_keys(config.public_keys)
         acks = None if config.ack_uri is None else open_ack_store(config.ack_uri)
-        live = self._live = Live(config, self._ranks, self.main, self.salt, pause(self.main, self._stop))
+        group = ExpertGroup(steps, self._stop, config.stage_timeout) if steps is not None else None
+        self._group = group or ALONE
+        pausing = pause(self.main, self._stop)
+        live = self._live = Live(config, self._ranks, self.main, self.salt, pausing, self._group)
         self._status = Status(_facts(config, engine, live, keys))
         if live.state_digest is None:
             raise MappingError("replicated weights", expected="equal on all ranks after loading", got="different bits")
         self._status.served.state_digest = live.state_digest
         ledger = Ledger(store, for_model(live.tensor_count), keys=keys, acks=acks)
         self._coordinator = Coordinator(config, ledger, live, self._status, self._stop)
+        if group is not None:
+            group.keeps_refusal = self._status.keeps_refusal
+            if not group.leads:
+                self._coordinator = Follower(config, ledger, live, self._status, self._stop, group)
 
     def start(self) -> None:
         """Begin to follow the run in the background."""
@@ -108,7 +119,7 @@ class DeltaSync:
 
     def status(self) -> dict[str, Any]:
         """The JSON of /delta_sync/status."""
-        return {**self._status.to_dict(), "draining": self._live.gate.closed}
+        return {**self._status.to_dict(), "draining": self._live.gate.closed, **self._group.shown()}
 
     def tensors(self, scan: bool) -> dict[str, Any] | Future[dict[str, Any]]:
         """The JSON of /delta_sync/tensors: proven digests, or those of a scan that starts now."""
@@ -122,7 +133,10 @@ class DeltaSync:
         self, action: str, version: int | None, timeout: float, dry_run: bool = False
     ) -> Future[dict[str, Any]]:
         """A future answer to pin, unpin, rollback or reload, or with ``dry_run`` to whether that could be done."""
-        return self._coordinator.command(action, version, timeout, dry_run)
+        future = self._coordinator.command(action, version, timeout, dry_run)
+        if isinstance(self._group, ExpertGroup) and self._group.leads:
+            self._group.post_when_done(future, action, version, dry_run)
+        return future
 
     def hint(self) -> dict[str, Any]:
         """Look at the store at once; the status before."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from delta_sync.errors import SyncTimeoutError
 from delta_sync.plan import Plan
+from vllm_delta_plugin.group import Group
 from vllm_delta_plugin.log import logger
 from vllm_delta_plugin.main_thread import EngineBroken, MainThread, Stopped
 from vllm_delta_plugin.proof import Layout, Proven, Sums, prove
@@ -37,12 +38,13 @@ class Staged:
 class Stager:
     """Drives the workers' background staging from the coordinator's thread."""
 
-    def __init__(self, main: MainThread, ranks: Ranks, timeout: float) -> None:
-        self._main, self._ranks, self._timeout = main, ranks, timeout
+    def __init__(self, main: MainThread, ranks: Ranks, timeout: float, group: Group) -> None:
+        self._main, self._ranks, self._timeout, self._group = main, ranks, timeout, group
 
     def stage(self, plan: Plan, layout: Layout, bases: Sequence[Sums]) -> Staged:
         """Stage and prove; on any error everything staged is dropped and live weights are as they were.
 
+        ``bases`` are those of all ranks of all engines, which prove together.
         RankError, IntegrityError or MappingError if the plan is refused; SyncTimeoutError after ``timeout`` seconds.
         """
         began, started = time.time(), time.monotonic()
@@ -50,11 +52,12 @@ class Stager:
             self._main.run(lambda: self._ranks.tell("stage_begin", plan))
             replies = self._wait(plan, started + self._timeout)
             staged = time.monotonic()
-            parts = [reply["parts"] for reply in replies]
+            parts = self._group.exchange([reply["parts"] for reply in replies])
             after = prove(layout, bases, parts, plan.tensors, plan.target.state_digest)
         except (Stopped, EngineBroken):
             raise
-        except Exception:
+        except Exception as error:
+            self._group.fail(error)
             self.drop()
             raise
         changed, now = sum(int(r.get("changed") or 0) for r in replies), time.monotonic()

@@ -18,6 +18,7 @@ from vllm_delta_plugin.engine_commit import Committed, commit_all
 from vllm_delta_plugin.engine_load import Loaded, Pause, load_dense
 from vllm_delta_plugin.engine_stage import Staged, Stager
 from vllm_delta_plugin.gate import Gate
+from vllm_delta_plugin.group import ALONE, Group
 from vllm_delta_plugin.main_thread import MainThread
 from vllm_delta_plugin.output_clock import OutputClock
 from vllm_delta_plugin.proof import Layout, Proven, Sums
@@ -41,16 +42,18 @@ class Live:
     Raises RankError or MappingError if the model cannot be followed exactly.
     """
 
-    def __init__(self, config: ReplicaConfig, ranks: Ranks, main: MainThread, salt: CacheSalt, pause: Pause) -> None:
-        self._ranks, self._main, self._salt, self._pause = ranks, main, salt, pause
+    def __init__(
+        self, config: ReplicaConfig, ranks: Ranks, main: MainThread, salt: CacheSalt, pause: Pause, group: Group = ALONE
+    ) -> None:
+        self._ranks, self._main, self._salt, self._pause, self._group = ranks, main, salt, pause, group
         self._timeout, self._transition = config.stage_timeout, config.transition
         self.gate, self.outputs = Gate(), OutputClock()
         self.lost = False  # a load in place failed half way: the engine is paused until one succeeds
-        replies = ranks.tell("attach", config.to_dict())
+        replies = group.share(ranks.tell("attach", config.to_dict()))
         sums = [reply["regions"] for reply in replies]
         self.ranks = len(replies)
         self._layout = Layout(_tensors(replies), sums)
-        self._stager = Stager(main, ranks, config.stage_timeout)
+        self._stager = Stager(main, ranks, config.stage_timeout, group)
         self._auditor = Auditor(main, ranks, config.audit_commits, config.audit_period)
         self._serves: Manifest | None = None
         self.lora: Mapping[str, Any] | None = replies[0].get("lora")
@@ -110,6 +113,7 @@ class Live:
 
     def stage(self, plan: Plan) -> Staged:
         """Stage and prove a plan in the background; see Stager.stage."""
+        self._group.open(plan, self.state_digest)
         return self._stager.stage(plan, self._layout, self._sums)
 
     def check(self, plan: Plan) -> None:
@@ -132,7 +136,7 @@ class Live:
     def commit(self, staged: Staged) -> Committed:
         """Make a staged plan live on all ranks or none; see commit_all. With "sync" running requests end first."""
         if self._transition != "sync":
-            return self._main.run(lambda: self._commit(staged))
+            return self._group.commit(self._main, lambda: self._commit(staged))
         try:
             self._stop_stepping()
             return self._main.run(lambda: self._commit(staged))
@@ -154,7 +158,8 @@ class Live:
         """On the engine's thread, so that whatever it reads next sees new bits and new position together."""
         plan = staged.plan
         self.outputs.commit()
-        committed = commit_all(self._ranks, self._salt, plan.target.version, _cache_that_remains(plan, self._serves))
+        remains = _cache_that_remains(plan, self._serves)
+        committed = commit_all(self._ranks, self._salt, plan.target.version, remains, self._group.agree)
         self._serves, self._adapter = plan.target, adapter_of(plan.target)
         self._sums, self._proven, self.stale = staged.after.sums, staged.after, False
         self._auditor.committed()
@@ -190,10 +195,22 @@ class Live:
 
     def adopt(self, plan: Plan) -> None:
         """The live bits are the target's already."""
+        self._group.open(plan, self.state_digest)
+        self._group.exchange(None)
         self._serves = plan.target
 
+    def refuse_load(self) -> None:
+        """MappingError where an anchor must not be loaded in place, before anything is touched."""
+        if not self._group.can_load:
+            raise MappingError(
+                "anchor",
+                expected="one that fits into what staging may use, since engines that share experts load none in place",
+                got="more on a rank",
+                remedy="raise stage_bytes, or restart the server from this anchor's folder",
+            )
+
     def forget(self, found: Sequence[Sums]) -> None:
-        """Trust only what a scan found: no version is known to be live."""
+        """Trust only what a scan of all ranks found: no version is known to be live."""
         self._serves, self._sums = None, found
         try:
             self._proven = Proven.of(self._layout, found)
@@ -205,12 +222,16 @@ class Live:
         self._auditor.request()
 
     def audit_step(self) -> Audit | None:
-        """Start or poll a scan; when it is done, what it found."""
+        """Start or poll a scan; when it is done, what it found. Another engine's bad news counts as a scan too."""
         found = self._auditor.step()
         if found is None:
-            return None
-        self.stale = self.stale or self._auditor.damage is not None
-        return Audit(found, compare(found, self._sums) or self._auditor.damage)
+            elsewhere = self._group.damage(self._sums)
+            self.stale = self.stale or elsewhere is not None
+            return None if elsewhere is None else Audit(*elsewhere)
+        error = compare(found, self._group.own(self._sums)) or self._auditor.damage
+        told = error is not None and self._group.report_damage(found, error)  # then all stage what heals it
+        self.stale = self.stale or told or self._auditor.damage is not None
+        return Audit(self._group.with_own(self._sums, found), error)
 
 
 def adapter_of(manifest: Manifest) -> str | None:

@@ -64,6 +64,17 @@ class Ranks:
         return replies
 
 
+def place(vllm_config: Any, rank: int) -> tuple[int, int]:
+    """A worker's number among all that share one model's weights, and how many those are, over several engines perhaps.
+
+    Data-parallel engines of a dense model share none: vLLM tells each of them that it is the only one.
+    """
+    parallel = vllm_config.parallel_config
+    engines = parallel.data_parallel_size if vllm_config.model_config.is_moe else 1
+    engine = parallel.data_parallel_rank if engines > 1 else 0
+    return engine * parallel.world_size + rank, engines * parallel.world_size
+
+
 def failure(rank: int, reply: Reply) -> RankError | None:
     """The error a reply carries, if any."""
     if reply["ok"]:

@@ -163,6 +163,10 @@ class Status:
             self.newest_version = max(served.version or 0, self.newest_version or 0)
             self._sightings = {v: seen for v, seen in self._sightings.items() if v > (served.version or 0)}
 
+    def keeps_refusal(self) -> bool:
+        """Whether a refusal outlives what is taken now."""
+        return self._keeping
+
     @contextmanager
     def keeping_refusal(self) -> Iterator[None]:
         """What is taken meanwhile is less than what was refused."""

@@ -47,16 +47,17 @@ class DeltaSyncWorkerExtension:
         from vllm_delta_plugin.compat.lora_seam import LoraManager
         from vllm_delta_plugin.coverage import check_unmoved
         from vllm_delta_plugin.rank_sync import RankSync
+        from vllm_delta_plugin.ranks import place
         from vllm_delta_plugin.refusals import check_config
 
         check_config(self.vllm_config)
         model = self.get_model()
         weights = weight_map(model)
         check_unmoved(model, weights)
-        world_size = self.vllm_config.parallel_config.world_size
+        rank, world_size = place(self.vllm_config, self.rank)
         lora = self.vllm_config.lora_config is not None
         slot = AdapterSlot(LoraManager(self.model_runner), weights) if lora else None
-        sync = RankSync(weights, config, rank=self.rank, world_size=world_size, slot=slot)
+        sync = RankSync(weights, config, rank=rank, world_size=world_size, slot=slot)
         self._delta_sync_rank = sync
         return {"rank": self.rank} | sync.describe()
 

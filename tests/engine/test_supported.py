@@ -28,6 +28,9 @@ class RayDistributedExecutor(Executor):
     pass
 
 
+SHARED: dict[str, Any] = {"engines": 2, "moe": True, "core": {"has_coordinator": True, "input_queue": None}}
+
+
 def check(
     executor: type = MultiprocExecutor,
     engines: int = 1,
@@ -39,7 +42,9 @@ def check(
     parallel = SimpleNamespace(
         data_parallel_size=engines, pipeline_parallel_size=stages, worker_extension_cls=extension
     )
-    config: Any = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(is_moe=moe))
+    lora = more.pop("lora", None)
+    model = SimpleNamespace(is_moe=moe)
+    config: Any = SimpleNamespace(parallel_config=parallel, model_config=model, lora_config=lora)
     core = SimpleNamespace(model_executor=executor(), **more.pop("core", {}))
     _refuse_unsupported(core, config, ReplicaConfig("memory://", **more))
 
@@ -66,7 +71,10 @@ def test_pipeline_stages_are_followed_where_vllm_can_run_them(monkeypatch: pytes
     ("setting", "names"),
     [
         ({"executor": RayDistributedExecutor}, "RayDistributedExecutor"),
-        ({"engines": 2, "moe": True}, "data parallelism"),
+        ({**SHARED, "transition": "sync"}, "transition 'sync' of engines that share experts"),
+        ({**SHARED, "lora": object()}, "LoRA adapters on engines that share experts"),
+        ({**SHARED, "core": {"has_coordinator": False}}, "without vLLM's own coordinator"),
+        (SHARED, "engines that share experts on a CPU"),
         ({"extension": ""}, "worker extension"),
         ({"transition": "sync"}, "transition 'sync'"),
     ],

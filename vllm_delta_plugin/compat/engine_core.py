@@ -8,7 +8,7 @@ from typing import Any
 
 from delta_sync.errors import MappingError
 from vllm_delta_plugin.cache_salt import ATTRIBUTE
-from vllm_delta_plugin.compat import batches
+from vllm_delta_plugin.compat import batches, lockstep
 from vllm_delta_plugin.compat.lora_seam import adapter_request
 from vllm_delta_plugin.compat.pause import EnginePause
 from vllm_delta_plugin.compat.seam import require, wrap
@@ -139,7 +139,8 @@ def _build(core: Any, vllm_config: Any, config: Any) -> Any:
     queue = getattr(core, "input_queue", None)  # in-process engines have none and are pumped by step()
     wake = (lambda: queue.put_nowait((_TICK, None))) if queue is not None else (lambda: None)
     rpc = core.model_executor.collective_rpc
-    return DeltaSync(config, facts, rpc, wake, lambda main, stop: EnginePause(core, main, stop))
+    steps = lockstep.Lockstep(core) if lockstep.shares_experts(vllm_config) else None
+    return DeltaSync(config, facts, rpc, wake, lambda main, stop: EnginePause(core, main, stop), steps)
 
 
 def _refuse_unsupported(core: Any, vllm_config: Any, config: Any) -> None:
@@ -154,13 +155,8 @@ def _refuse_unsupported(core: Any, vllm_config: Any, config: Any) -> None:
             got=executor.__name__,
             remedy="use --distributed-executor-backend mp",
         )
-    if getattr(parallel, "data_parallel_size", 1) > 1 and vllm_config.model_config.is_moe:
-        raise MappingError(
-            "mixture-of-experts model with data parallelism",
-            expected="one engine, whose ranks all commit between the same two steps",
-            got=f"{parallel.data_parallel_size} engines that share expert ranks",
-            remedy="serve it with tensor parallelism",
-        )
+    if lockstep.shares_experts(vllm_config):
+        lockstep.refuse_unsupported(core, vllm_config, config.transition)
     if (stages := getattr(parallel, "pipeline_parallel_size", 1)) > 1 and current_platform.is_cpu():
         raise MappingError(
             "pipeline stages on a CPU",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +80,7 @@ async def _obey(
 
     async def order(version: int | None, *, dry_run: bool) -> _Outcome | Response:
         left = max(0.0, deadline - time.monotonic())
-        words = (action, version, left, dry_run)
+        words = (action, version, left, dry_run, uuid.uuid4().hex)
         answers = await ask_as_operator(request, "delta_sync_control", *words, timeout=left + _SECONDS)
         return answers if isinstance(answers, Response) else _Outcome(answers, not dry_run)
 

@@ -130,12 +130,17 @@ class DeltaSync:
         return self._coordinator.wait_for(version, timeout)
 
     def control(
-        self, action: str, version: int | None, timeout: float, dry_run: bool = False
+        self, action: str, version: int | None, timeout: float, dry_run: bool, order: str
     ) -> Future[dict[str, Any]]:
-        """A future answer to pin, unpin, rollback or reload, or with ``dry_run`` to whether that could be done."""
+        """A future answer to pin, unpin, rollback or reload, or with ``dry_run`` to whether that could be done.
+
+        ``order``: an id that engines which share experts know the same command by.
+        """
+        if isinstance(self._coordinator, Follower):
+            return self._coordinator.answer_of_leader(order, timeout)
         future = self._coordinator.command(action, version, timeout, dry_run)
-        if isinstance(self._group, ExpertGroup) and self._group.leads:
-            self._group.post_when_done(future, action, version, dry_run)
+        if isinstance(self._group, ExpertGroup):
+            self._group.post_when_done(future, order)
         return future
 
     def hint(self) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -60,6 +59,7 @@ class Proposal:
     version: int
     manifest: str
     start: str
+    anchor: tuple[int, int] | None  # version and epoch of the one to begin at
     folds: bool
     seconds: float  # until this round is given up
     keeps_refusal: bool  # a newer version stays refused
@@ -89,7 +89,6 @@ class ExpertGroup:
         self._asked = False
         self._damages = [0] * self.engines  # read so far, or written
         self._missing: list[int] = []
-        self._commands: Counter[str] = Counter()
         self._committed_at: tuple[int, int] | None = None
         self.keeps_refusal: Callable[[], bool] = lambda: False
         steps.meet_at(self.meet)
@@ -108,7 +107,7 @@ class ExpertGroup:
 
     def share(self, replies: Sequence[Reply]) -> list[Reply]:
         """See Group."""
-        told = [{"tensors": r["tensors"], "regions": _plain(r["regions"]), "lora": None} for r in replies]
+        told = [{**r, "regions": _plain(r["regions"])} for r in replies]
         self._box.post(f"attach/{self.engine}", told)
         self._deadline = time.monotonic() + _ATTACH
         each = self._gather("attach", "the weights of each engine")
@@ -141,7 +140,8 @@ class ExpertGroup:
             return
         self._begin(self._round + 1, self._seconds)
         target, folds = plan.target, any(not hasattr(step, "parent") for step in plan.deltas)
-        place = (self._round, target.version, target.sha256, plan.start, folds)
+        anchor = None if plan.anchor is None else (plan.anchor.version, plan.anchor.epoch)
+        place = (self._round, target.version, target.sha256, plan.start, anchor, folds)
         self._box.post(f"{self._round}/proposal", asdict(Proposal(*place, self._seconds, self.keeps_refusal())))
         self._box.count("round", 1)
         self._tidy(self._round - 2)
@@ -154,7 +154,7 @@ class ExpertGroup:
         letter = self._box.read(f"{newest}/proposal")
         if letter is None:
             return None
-        proposal = Proposal(**letter)
+        proposal = Proposal(**{**letter, "anchor": letter["anchor"] and tuple(letter["anchor"])})
         self._begin(proposal.round, proposal.seconds)
         return proposal
 
@@ -227,14 +227,15 @@ class ExpertGroup:
 
     # -- damage --------------------------------------------------------------------------------
 
-    def report_damage(self, found: Sequence[Sums], error: DeltaSyncError) -> None:
+    def report_damage(self, found: Sequence[Sums], error: DeltaSyncError) -> bool:
         """See Group."""
         number = self._damages[self.engine] = self._damages[self.engine] + 1
         letter = {"found": [_plain(sums) for sums in found], "error": str(error)}
         self._box.post(f"damage/{self.engine}/{number}", letter)
         self._box.count(f"damage/{self.engine}", 1)
+        return True
 
-    def damage(self, sums: Sequence[Sums]) -> tuple[Sequence[Sums], DeltaSyncError] | None:
+    def damage(self, sums: Sequence[Sums]) -> tuple[Sequence[Sums], IntegrityError] | None:
         """See Group."""
         for engine in range(self.engines):
             if engine != self.engine and self._box.count(f"damage/{engine}") > self._damages[engine]:
@@ -245,22 +246,19 @@ class ExpertGroup:
 
     # -- operators' commands -------------------------------------------------------------------
 
-    def post_when_done(self, future: Future[dict[str, Any]], action: str, version: int | None, dry_run: bool) -> None:
+    def post_when_done(self, future: Future[dict[str, Any]], order: str) -> None:
         """Of engine 0: let the others know what comes of an operator's command, which each of them got too."""
-        name = command_name(action, version, dry_run)
-        self._commands[name] += 1
-        key = f"answer/{name}/{self._commands[name]}"
 
         def post(done: Future[dict[str, Any]]) -> None:
             answer = done.result()
             told = {name: answer[name] for name in ("ok", "code", "error")}
-            self._box.post(key, {**told, "pinned": answer["status"]["pinned"]})
+            self._box.post(f"answer/{order}", {**told, "pinned": answer["status"]["pinned"]})
 
         future.add_done_callback(post)
 
-    def answer(self, name: str, number: int) -> Mapping[str, Any] | None:
-        """Of the others: the same for their command of this name and number, once it is there."""
-        answer: Mapping[str, Any] | None = self._box.read(f"answer/{name}/{number}")
+    def answer(self, order: str) -> Mapping[str, Any] | None:
+        """Of the others: the same for the command of this id, once it is there."""
+        answer: Mapping[str, Any] | None = self._box.read(f"answer/{order}")
         return answer
 
     # ------------------------------------------------------------------------------------------
@@ -329,11 +327,6 @@ class ExpertGroup:
         for engine in range(self.engines):
             for topic in ("ready", "armed"):
                 self._box.burn(f"{number}/{topic}/{engine}")
-
-
-def command_name(action: str, version: int | None, dry_run: bool) -> str:
-    """The same on all engines that got the same command."""
-    return f"{'may_' if dry_run else ''}{action}/{version}"
 
 
 def _checked(engine: int, letter: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +16,19 @@ from delta_sync.way_back import plan_back
 from vllm_delta_plugin.config import ReplicaConfig
 from vllm_delta_plugin.coordinator import Coordinator
 from vllm_delta_plugin.engine_commit import RolledBack
-from vllm_delta_plugin.expert_group import ExpertGroup, Proposal, command_name
+from vllm_delta_plugin.expert_group import ExpertGroup, Proposal
 from vllm_delta_plugin.live import Live
 from vllm_delta_plugin.ranks import is_transient
 from vllm_delta_plugin.status import Status
+from vllm_delta_plugin.taker import Taker
 
 _LOOK = 0.02  # seconds between two looks for a proposal
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    name: str
-    number: int
+    order: str
+    deadline: float
     future: Future[dict[str, Any]]
 
 
@@ -44,35 +45,29 @@ class Follower(Coordinator):
         group: ExpertGroup,
     ) -> None:
         super().__init__(config, ledger, live, status, stop)
-        self._group = group
-        self._commands: Counter[str] = Counter()
+        self._group, self._taker = group, Taker(live, status, self._report)
         self._waiting: list[_Waiting] = []
 
-    def command(
-        self, action: str, version: int | None, timeout: float, dry_run: bool = False
-    ) -> Future[dict[str, Any]]:
-        """A future answer: what engine 0, which got the same command, made of it."""
-        name = command_name(action, version, dry_run)
-        self._commands[name] += 1
+    def answer_of_leader(self, order: str, timeout: float) -> Future[dict[str, Any]]:
+        """A future answer: what engine 0, which got the same command, made of it; 504 after ``timeout`` seconds."""
         future: Future[dict[str, Any]] = Future()
-        self._waiting.append(_Waiting(name, self._commands[name], future))
+        self._waiting.append(_Waiting(order, time.monotonic() + timeout, future))
         return future
 
     def turn(self) -> None:
         """See Coordinator.turn."""
         self._serve_waiters()
-        self._audit()
+        self._scans.step()
         self._answer_commands()
-        self._wake.wait(_LOOK)
-        self._wake.clear()
+        self._stop.wait(_LOOK)
         if self._live.must_audit:
             return
         proposal = self._group.proposed()
         if proposal is not None:
-            self._audit()  # other engines' news came before what is proposed because of it
-            self._follow(proposal)
+            self._scans.step()  # other engines' news came before what is proposed because of it
+            self._take_proposed(proposal)
 
-    def _follow(self, proposal: Proposal) -> None:
+    def _take_proposed(self, proposal: Proposal) -> None:
         plan = None
         try:
             self.status.saw(proposal.version)
@@ -86,13 +81,12 @@ class Follower(Coordinator):
             if plan is None or is_transient(error) or isinstance(error, ConflictError):
                 self.status.note_error(error)
             else:
-                self._report.refused(plan, error)
+                self._report.refused(plan, error, str(error))
         except Exception as error:
             self._group.fail(error)
             raise
         else:
-            self._serve_waiters()
-            self._report.acknowledge()
+            self._tell()
 
     def _way(self, proposal: Proposal) -> Plan:
         target, at = self._ledger.manifest(proposal.version, proposal.manifest), self._live.position
@@ -101,15 +95,24 @@ class Follower(Coordinator):
                 raise ChainError("rollback", expected="a version that is served", got="none yet")
             return plan_back(self._ledger, target, at)
         anchor = proposal.start == "anchor"
-        digest = self._live.state_digest
-        plan = self._ledger.plan(at, digest, prefer_anchor=anchor, use_folds=proposal.folds, target=target)
+        others = [each for each in self._ledger.anchors() if (each.version, each.epoch) != proposal.anchor]
+        plan = self._ledger.plan(
+            at,
+            self._live.state_digest,
+            prefer_anchor=anchor,
+            use_folds=proposal.folds,
+            target=target,
+            without=others if anchor else (),
+        )
         if plan is None:
             raise ChainError(f"way to version {target.version}", expected="a plan", got="none in an empty run")
         return plan
 
     def _answer_commands(self) -> None:
         for waiting in list(self._waiting):
-            answer = self._group.answer(waiting.name, waiting.number)
+            answer = self._group.answer(waiting.order)
+            if answer is None and time.monotonic() > waiting.deadline:
+                answer = {"ok": False, "code": 504, "error": "engine 0 has not answered yet: look at its status"}
             if answer is not None:
                 self._waiting.remove(waiting)
                 if answer["ok"]:

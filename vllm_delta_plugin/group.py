@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from delta_sync.errors import DeltaSyncError
+from delta_sync.errors import DeltaSyncError, IntegrityError
 from delta_sync.plan import Plan
 from vllm_delta_plugin.main_thread import MainThread
 from vllm_delta_plugin.proof import Sums
@@ -57,10 +57,10 @@ class Group(Protocol):
     def agree(self, ok: bool) -> int | None:
         """Within that function: an engine at which it failed, if there is one; the same answer on all."""
 
-    def report_damage(self, found: Sequence[Sums], error: DeltaSyncError) -> None:
-        """Tell the others that this engine's live weights are not what was proven."""
+    def report_damage(self, found: Sequence[Sums], error: DeltaSyncError) -> bool:
+        """Tell the others that this engine's live weights are not what was proven; whether there are others."""
 
-    def damage(self, sums: Sequence[Sums]) -> tuple[Sequence[Sums], DeltaSyncError] | None:
+    def damage(self, sums: Sequence[Sums]) -> tuple[Sequence[Sums], IntegrityError] | None:
         """Such news of another engine: all ranks' sums with what it found, and its error."""
 
     def shown(self) -> Mapping[str, Any]:
@@ -102,10 +102,11 @@ class Alone:
         """See Group."""
         return None
 
-    def report_damage(self, found: Sequence[Sums], error: DeltaSyncError) -> None:
+    def report_damage(self, found: Sequence[Sums], error: DeltaSyncError) -> bool:
         """See Group."""
+        return False
 
-    def damage(self, sums: Sequence[Sums]) -> tuple[Sequence[Sums], DeltaSyncError] | None:
+    def damage(self, sums: Sequence[Sums]) -> tuple[Sequence[Sums], IntegrityError] | None:
         """See Group."""
         return None
 

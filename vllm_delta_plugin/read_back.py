@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from delta_sync.adapter import split_name
+from delta_sync.cover import check_cover
 from delta_sync.dtypes import dtype
 from delta_sync.errors import MappingError
 from vllm_delta_plugin.proof import Region
@@ -15,7 +16,7 @@ from vllm_delta_plugin.ranks import Ranks, Reply
 
 
 def assemble(name: str, described: Mapping[str, Any], replies: Sequence[Reply]) -> bytes:
-    """Row-major little-endian bytes of the whole tensor; MappingError if copies on two ranks differ.
+    """Row-major little-endian bytes of the whole tensor; MappingError if ranks' copies differ or leave gaps.
 
     Each reply has ``regions``: region key -> that region's elements as row-major bytes.
     """
@@ -26,11 +27,23 @@ def assemble(name: str, described: Mapping[str, Any], replies: Sequence[Reply]) 
         for key, data in reply["regions"].items():
             if seen.setdefault(key, data) != data:
                 raise MappingError(f"copies of region {key!r}", expected="equal bytes", got=f"others on rank {rank}")
-    for key, data in seen.items():
-        region = Region.parse(key)
-        if region.tensor == name:
-            _view(whole, region)[...] = np.frombuffer(data, carrier).reshape(region.shape)
+    regions = {key: region for key in seen if (region := Region.parse(key)).tensor == name}
+    _check_whole(name, described["shape"], list(regions.values()))
+    for key, region in regions.items():
+        _view(whole, region)[...] = np.frombuffer(seen[key], carrier).reshape(region.shape)
     return whole.tobytes()
+
+
+def _check_whole(name: str, shape: Sequence[int], regions: Sequence[Region]) -> None:
+    try:
+        check_cover(name, shape, regions)
+    except MappingError:
+        raise MappingError(
+            f"tensor {name!r}",
+            expected="all of it on this engine's ranks",
+            got="a part: engines that share experts hold the rest",
+            remedy="read it from another engine, or compare its digest",
+        ) from None
 
 
 def read_adapter(name: str, shape: Sequence[int], ranks: Ranks) -> bytes:

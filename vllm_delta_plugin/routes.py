@@ -86,7 +86,7 @@ async def tensor(request: Request, name: str, engine: int = 0) -> Response:
     answers = await ask(request, "delta_sync_read_tensor", name, timeout=_SCAN_SECONDS, only=engine)
     if isinstance(answers, Response):
         return answers
-    answer = next((each for each in answers if "error" not in each), answers[0])  # engines may share a model
+    answer = answers[0]
     if "error" in answer:
         return refuse(404, answer["error"])
     shape = ",".join(str(d) for d in answer["shape"])

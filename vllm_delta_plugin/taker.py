@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from delta_sync.errors import SyncTimeoutError
 from delta_sync.plan import Plan
 from vllm_delta_plugin.engine_commit import RolledBack
 from vllm_delta_plugin.engine_load import TOO_LARGE
@@ -59,6 +60,9 @@ class Taker:
         except RolledBack:
             self._live.drop()
             self._live.request_audit()
+            raise
+        except SyncTimeoutError:  # an engine that shares experts was late
+            self._live.drop()
             raise
         finally:
             self._status.update(staged=None)

@@ -1,26 +1,26 @@
-"""Run as a process: one engine of a group that shares experts, without a model: real gloo group, store, meetings, thread.
+"""Run as a process: one engine of a group that shares experts, without a model: real gloo group, store and meetings.
 
-Usage: sharing_engine.py ENGINE ENGINES PORT RUN SETTINGS. It makes steps as vLLM's DPEngineCoreProc does, each of them a
-collective in which the engines compare the bits they compute with; one line of JSON on stdin is one question, one line
-on stdout its answer.
+Usage: sharing_engine.py ENGINE ENGINES PORT RUN SETTINGS. It makes steps as vLLM's DPEngineCoreProc does, each of them
+a collective in which the engines compare the bits they compute with; one line of JSON on stdin is one question, one
+line on stdout its answer.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import queue
+import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-
 import numpy as np
-import torch.distributed as dist
+import torch
 from engine_fakes import SHAPES, Rank
 from vllm.config import ParallelConfig
 
@@ -30,6 +30,7 @@ from vllm_delta_plugin.compat.lockstep import Lockstep
 from vllm_delta_plugin.config import ReplicaConfig
 from vllm_delta_plugin.engine_core import DeltaSync, EngineFacts
 
+dist: Any = torch.distributed  # of which torch exports half for type checkers
 INTERVAL = 8  # steps between two meetings
 STEP = 0.002  # seconds
 
@@ -62,7 +63,7 @@ class Core:
         self.current_wave = self.step_counter = self.forwards = self.mixed = 0
         self.output_queue = Outputs(self)
         self.inputs: queue.Queue[Any] = queue.Queue()
-        self.mark = lambda: 0
+        self.mark: Callable[[], int] = lambda: 0
 
     def is_scheduler_paused(self) -> bool:
         return self.paused
@@ -88,9 +89,7 @@ class Core:
 
     def _forward(self) -> None:
         """All engines' weights must be one version's."""
-        import torch
-
-        mark = self.mark()
+        mark: int = self.mark()
         marks = torch.tensor([mark, -mark], dtype=torch.int64)
         dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self.dp_group)
         self.forwards += 1
@@ -123,12 +122,14 @@ def main() -> None:
         name = method.removeprefix("delta_sync_")
         if name == "stage_poll" and not may_stage.is_set():
             return [{"ok": True, "error": None, "state": "staging"}]
+        if name == "commit" and "die" in rank.fail:
+            os.kill(os.getpid(), signal.SIGKILL)
         return [rank.call(name, args)]
 
     config = ReplicaConfig(run, replica="r", retry=0.5, poll=0.01, audit_period=1e9, **settings["config"])
     facts = EngineFacts("m", "bfloat16", "processed_logprobs", engine)
     stop = threading.Event()
-    sync = DeltaSync(config, facts, rpc, lambda: core.inputs.put(None), lambda *_: None, Lockstep(core))  # type: ignore[arg-type, return-value]
+    sync = DeltaSync(config, facts, rpc, lambda: core.inputs.put(None), lambda *_: None, Lockstep(core))  # type: ignore[arg-type]
     sync.start()
 
     def answer(question: dict[str, Any]) -> Any:
@@ -142,7 +143,8 @@ def main() -> None:
         if "spoil" in question:
             rank.live["w"][0, 0 if engine == 0 else 3] ^= 1
         if "control" in question:
-            done: Future[dict[str, Any]] = sync.control(*question["control"], 20.0)
+            action, version = question["control"]
+            done = sync.control(action, version, 20.0, False, question["order"])
             return done.result(30.0)
         if "scan" in question:
             found = sync.tensors(True)

@@ -50,7 +50,7 @@ class Engines:
         if method == "delta_sync_tensors":
             return await asyncio.wrap_future(coordinator.scan()) if args[0] else coordinator.tensors()
         assert method == "delta_sync_control"
-        return await asyncio.wrap_future(coordinator.command(*args))
+        return await asyncio.wrap_future(coordinator.command(*args[:-1]))
 
 
 @pytest.fixture

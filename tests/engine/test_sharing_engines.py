@@ -1,4 +1,4 @@
-"""Engines that share experts, as two processes with vLLM's meeting, gloo and store, but no model: one version or none."""
+"""Engines that share experts, as two processes with vLLM's meeting, gloo and store, but no model: all or none."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 from engine_fakes import SHAPES, Weights
 from helpers.publish import Publisher
-from helpers.server import free_port
+from helpers.server import QUIET_CPU, free_port
 
-CHILD = Path(__file__).parent / "sharing_engine.py"
+HERE = Path(__file__).parent
+CHILD = HERE / "sharing_engine.py"
 SECONDS = 60.0  # until a test gives up
 
 
@@ -29,9 +30,10 @@ class Engine:
     def __init__(self, number: int, port: int, run: str, settings: dict[str, Any], log: Path) -> None:
         self.log = log
         command = [sys.executable, str(CHILD), str(number), "2", str(port), run, json.dumps(settings)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True
-        )
+        paths = [str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = {**os.environ, **QUIET_CPU, "PYTHONPATH": os.pathsep.join(paths)}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log.open("w")}
+        self.process = subprocess.Popen(command, text=True, env=env, **pipes)
 
     def send(self, **question: Any) -> None:
         assert self.process.stdin is not None
@@ -181,6 +183,7 @@ def test_a_commit_that_fails_on_one_engine_is_undone_on_all(guilty: int, engines
     engines.assert_live(engines.trainer.weights)
 
 
+@pytest.mark.long
 def test_an_engine_that_cannot_undo_ends_and_takes_the_group_along(engines_of: Callable[..., Engines]) -> None:
     engines = engines_of(fail={"0": ["commit"], "1": ["undo"]})
     engines.wait_version(1)
@@ -191,25 +194,42 @@ def test_an_engine_that_cannot_undo_ends_and_takes_the_group_along(engines_of: C
     assert "could not be undone" in engines.each[1].log.read_text()
 
 
-def test_nothing_is_taken_while_an_engine_is_late(engines_of: Callable[..., Engines]) -> None:
+@pytest.mark.parametrize("how", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
+def test_nothing_is_taken_while_an_engine_is_late_or_gone(
+    how: signal.Signals, engines_of: Callable[..., Engines]
+) -> None:
     engines = engines_of(stage_timeout=2.0)
     engines.wait_version(1)
     late = engines.each[1].process
-    late.send_signal(signal.SIGSTOP)
-    try:
-        version = engines.publish()
-        deadline = time.monotonic() + SECONDS
-        while (status := engines.each[0].ask())["last_error"] is None:
-            assert time.monotonic() < deadline
-        assert "no answer from engines [1]" in status["last_error"]["error"]
-        assert "within 2 s" in status["last_error"]["error"]
-        assert (status["version"], status["refusal"], status["ready"]) == (1, None, True)
-    finally:
-        os.kill(late.pid, signal.SIGCONT)
-    engines.wait_version(version)
-    engines.assert_live(engines.trainer.weights)
+    late.send_signal(how)
+    version = engines.publish()
+    deadline = time.monotonic() + SECONDS
+    while (status := engines.each[0].ask())["last_error"] is None:
+        assert time.monotonic() < deadline
+    assert "no answer from engines [1]" in status["last_error"]["error"]
+    assert "within 2 s" in status["last_error"]["error"]
+    assert (status["version"], status["refusal"], status["ready"]) == (1, None, True)
+    if how == signal.SIGSTOP:
+        late.send_signal(signal.SIGCONT)
+        engines.wait_version(version)
+        engines.assert_live(engines.trainer.weights)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_an_engine_killed_half_way_through_a_commit_ends_the_others(
+    guilty: int, engines_of: Callable[..., Engines]
+) -> None:
+    engines = engines_of(fail={str(guilty): ["die"]})
+    engines.wait_version(1)
+    engines.all(busy=True)
+    engines.publish()
+    for engine in engines.each:
+        engine.process.wait(SECONDS)
+    assert "half way through a commit" in engines.each[1 - guilty].log.read_text()
+
+
+@pytest.mark.long
 def test_an_engine_that_stages_too_long_holds_up_no_step(engines_of: Callable[..., Engines]) -> None:
     engines = engines_of(stage_timeout=1.0)
     engines.wait_version(1)
@@ -226,24 +246,26 @@ def test_an_engine_that_stages_too_long_holds_up_no_step(engines_of: Callable[..
     engines.assert_live(engines.trainer.weights)
 
 
+@pytest.mark.long
 def test_an_operator_takes_all_engines_back_and_on_again(engines_of: Callable[..., Engines]) -> None:
     engines = engines_of()
     engines.wait_version(1)
     engines.wait_version(engines.publish())
     second = copy(engines.trainer.weights)
     engines.wait_version(engines.publish())
-    answers = engines.all(control=["rollback", 2])
+    answers = engines.all(control=["rollback", 2], order="order 0")
     assert [(answer["code"], answer["status"]["version"]) for answer in answers] == [(200, 2)] * 2
     assert [answer["status"]["pinned"] for answer in answers] == [2, 2]
     engines.wait_version(2)
     engines.assert_live(second)
-    answers = engines.all(control=["rollback", 3])
+    answers = engines.all(control=["rollback", 3], order="order 1")
     assert [answer["code"] for answer in answers] == [409, 409]
-    assert [answer["code"] for answer in engines.all(control=["unpin", None])] == [200, 200]
+    assert [answer["code"] for answer in engines.all(control=["unpin", None], order="order 2")] == [200, 200]
     engines.wait_version(3)
     engines.assert_live(engines.trainer.weights)
 
 
+@pytest.mark.long
 def test_damage_in_one_engine_is_everyones_and_an_anchor_heals_it(engines_of: Callable[..., Engines]) -> None:
     engines = engines_of()
     engines.wait_version(1)
@@ -255,18 +277,19 @@ def test_damage_in_one_engine_is_everyones_and_an_anchor_heals_it(engines_of: Ca
     assert [status["ready"] for status in found] == [False, False]
     assert manifest is not None
     data = np.concatenate([engines.trainer.weights[name].ravel() for name in SHAPES]).tobytes()
-    engines.trainer.anchor(manifest, {"w": data})
+    engines.trainer.anchor(manifest, {"w.safetensors": data})
     engines.wait_version(1)
     engines.assert_live(engines.trainer.weights)
 
 
+@pytest.mark.long
 def test_an_anchor_too_large_to_stage_is_refused_by_name(engines_of: Callable[..., Engines]) -> None:
     engines = engines_of(fail={"1": ["too_small"]})
     engines.wait_version(1)
     data = np.concatenate([engines.trainer.weights[name].ravel() for name in SHAPES]).tobytes()
     assert engines.trainer.writer.head is not None
-    engines.trainer.anchor(engines.trainer.writer.head, {"w": data})
-    answers = engines.all(control=["reload", None])
+    engines.trainer.anchor(engines.trainer.writer.head, {"w.safetensors": data})
+    answers = engines.all(control=["reload", None], order="order 3")
     assert [answer["code"] for answer in answers] == [409, 409]
     assert "engines that share experts load none in place" in answers[0]["error"]
     engines.assert_live(engines.trainer.weights)

@@ -37,10 +37,14 @@ def check(
     stages: int = 1,
     moe: bool = False,
     extension: str = "x.Y",
+    external: bool = False,
     **more: Any,
 ) -> None:
     parallel = SimpleNamespace(
-        data_parallel_size=engines, pipeline_parallel_size=stages, worker_extension_cls=extension
+        data_parallel_size=engines,
+        pipeline_parallel_size=stages,
+        worker_extension_cls=extension,
+        data_parallel_external_lb=external,
     )
     lora = more.pop("lora", None)
     model = SimpleNamespace(is_moe=moe)
@@ -73,6 +77,7 @@ def test_pipeline_stages_are_followed_where_vllm_can_run_them(monkeypatch: pytes
         ({"executor": RayDistributedExecutor}, "RayDistributedExecutor"),
         ({**SHARED, "transition": "sync"}, "transition 'sync' of engines that share experts"),
         ({**SHARED, "lora": object()}, "LoRA adapters on engines that share experts"),
+        ({**SHARED, "external": True}, "behind several API servers"),
         ({**SHARED, "core": {"has_coordinator": False}}, "without vLLM's own coordinator"),
         (SHARED, "engines that share experts on a CPU"),
         ({"extension": ""}, "worker extension"),

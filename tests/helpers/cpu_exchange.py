@@ -28,8 +28,9 @@ def install() -> None:
     """Give the communicator both methods; called by vLLM in every process."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-    CpuCommunicator.all_gatherv = all_gatherv
-    CpuCommunicator.reduce_scatterv = reduce_scatterv
+    communicator: Any = CpuCommunicator
+    communicator.all_gatherv = all_gatherv
+    communicator.reduce_scatterv = reduce_scatterv
 
 
 def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:

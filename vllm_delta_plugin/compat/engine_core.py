@@ -63,9 +63,9 @@ def delta_sync_wait(self: Any, version: int | None, timeout: float) -> Any:
     return self.delta_sync.wait_for(version, timeout) if _of(self) else None
 
 
-def delta_sync_control(self: Any, action: str, version: int | None, timeout: float, dry_run: bool = False) -> Any:
-    """Utility: a future answer to an operator's command."""
-    return self.delta_sync.control(action, version, timeout, dry_run) if _of(self) else None
+def delta_sync_control(self: Any, action: str, version: int | None, timeout: float, dry_run: bool, order: str) -> Any:
+    """Utility: a future answer to an operator's command; ``order``: its id, the same on all engines."""
+    return self.delta_sync.control(action, version, timeout, dry_run, order) if _of(self) else None
 
 
 def delta_sync_enter(self: Any, timeout: float) -> Any:

@@ -85,6 +85,12 @@ def refuse_unsupported(core: Any, vllm_config: Any, transition: str) -> None:
         ),
         ("elastic expert parallelism", getattr(parallel, "enable_elastic_ep", False), "serve without it"),
         ("fault tolerance of engines", getattr(parallel, "enable_fault_tolerance", False), "serve without it"),
+        (
+            "engines that share experts behind several API servers, each with its own",
+            getattr(parallel, "data_parallel_external_lb", False)
+            or getattr(parallel, "data_parallel_hybrid_lb", False),
+            "let one vllm serve spread the requests",
+        ),
         ("engines that share experts without vLLM's own coordinator", not core.has_coordinator, "use vllm serve"),
         ("engines that share experts on a CPU", _cannot_exchange(), "serve it with tensor parallelism"),
     ):

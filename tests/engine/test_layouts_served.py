@@ -35,7 +35,7 @@ def test_streams_go_on_over_commits_and_bits_are_equal(
     trainer, starting = followed(tmp_path, architecture, *args)
     with starting as server:
         server.wait_version(1)
-        streams = [open_stream(server, range(20 + i, 50 + i), 1200) for i in range(4)]
+        streams = [open_stream(server, range(20 + i, 50 + i), 1900) for i in range(4)]
         for stream in streams:
             stream.wait_tokens(5)
         for seed in range(COMMITS):
@@ -43,7 +43,7 @@ def test_streams_go_on_over_commits_and_bits_are_equal(
             server.wait_version(newest.version)
         assert any(stream.finish_reason is None for stream in streams), "one must still run at the last commit"
         for stream in streams:
-            assert (stream.join().error, stream.tokens) == (None, 1200)
+            assert (stream.join().error, stream.tokens) == (None, 1900)
         assert server.get("/delta_sync/tensors?scan=1")["state_digest"] == newest.state_digest
         status = server.status()
         each = status.get("engines", [status])  # all have scanned

@@ -180,13 +180,14 @@ def test_a_salt_of_the_user_still_separates(world: World) -> None:
 def test_a_request_that_waits_at_the_commit_does_not_find_old_blocks(world: World) -> None:
     prompt = list(range(202, 342))
     assert [cached(world.server, prompt) for _ in range(2)] == [0, 128]
-    busy = [open_stream(world.server, [20 + i] * 20, 300) for i in range(8)]  # all the engine's places
+    busy = [open_stream(world.server, [20 + i] * 20, 1900) for i in range(8)]  # all the engine's places
     for stream in busy:
         stream.wait_tokens(2)
     waiting = open_stream(world.server, prompt, 4)
     time.sleep(0.5)
     assert waiting.tokens == 0, "it must wait until after the commit"
     world.server.wait_version(world.trainer.step(11, 0.05).version)
+    assert all(stream.finish_reason is None for stream in busy), "they must still hold their places at the commit"
     assert waiting.tokens == 0
     for stream in [*busy, waiting]:
         assert stream.join().error is None

@@ -60,11 +60,12 @@ class Found:
 
 @dataclass(frozen=True)
 class Coded:
-    """A coded group: its streams; positions and steps that changed in each tensor, in tile order; all size bytes."""
+    """A coded group: its streams; all positions and size bytes; each tensor's positions and steps, in tile order."""
 
     streams: dict[str, bytes]
-    changes: list[tuple[npt.NDArray[np.int64], Bits]]
+    positions: npt.NDArray[np.int64]
     sizes: Bytes
+    changes: list[tuple[npt.NDArray[np.int64], Bits]]
 
 
 def encode_group(dtype: DType, sources: Sequence[Source], grid: tuple[int, int], threads: int) -> Coded:
@@ -76,7 +77,8 @@ def encode_group(dtype: DType, sources: Sequence[Source], grid: tuple[int, int],
     streams |= {"step_ext": compress(extension.tobytes()), "sign": compress(signs.tobytes())}
     rows = slices([len(source.layer.tiles) for source in sources])
     per_tensor = slices([int(counts[part].sum()) for part in rows])
-    return Coded(streams, [(found.positions[part], found.steps[part]) for part in per_tensor], sizes)
+    changes = [(found.positions[part], found.steps[part]) for part in per_tensor]
+    return Coded(streams, found.positions, sizes, changes)
 
 
 def _streams(

@@ -91,16 +91,15 @@ def _encode(
     table: list[TableGroup] = []
     streams: dict[str, bytes] = {}
     deltas: list[TensorDelta] = []
-    plain = 0
+    plain, ordered = 0, grid[1] == 1
     for index, group in enumerate(_grouped(tensors)):
         coded = encode_group(group[0].dtype, [tensor.source for tensor in group], grid, thread_count())
-        part = [
-            _delta(tensor, *change, ordered=grid[1] == 1) for tensor, change in zip(group, coded.changes, strict=True)
-        ]
+        part = [_delta(tensor, *change, ordered=ordered) for tensor, change in zip(group, coded.changes, strict=True)]
         entries = tuple(Entry(delta.name, delta.shape, delta.changed) for delta in part)
         table.append(TableGroup("ulp", group[0].dtype, entries))
         streams |= {f"{index}.{name}": data for name, data in coded.streams.items()}
-        plain += _plain_size(part, coded)
+        positions = coded.positions if ordered else np.concatenate([delta.positions for delta in part])
+        plain += _plain_size(coded, positions, [delta.changed for delta in part])
         deltas += part
     ours = replace(header, codec=CONTEXT_CODEC)
     metadata = to_metadata(ours, table)
@@ -114,9 +113,9 @@ def _encode(
     return head, data, deltas
 
 
-def _plain_size(deltas: Sequence[TensorDelta], coded: Coded) -> int:
+def _plain_size(coded: Coded, positions: npt.NDArray[np.int64], counts: Sequence[int]) -> int:
     """Bytes that the gap codec takes for a group: of its streams, ``sign`` and ``step_ext`` are those of this codec."""
-    gaps = encode_gaps(np.concatenate([d.positions for d in deltas]), [d.changed for d in deltas])
+    gaps = encode_gaps(positions, counts)
     same = len(coded.streams["sign"]) + len(coded.streams["step_ext"])
     return len(compress(gaps)) + len(compress(coded.sizes.tobytes())) + same
 

@@ -85,16 +85,17 @@ def scan(old: Any, new: Any, place: Any, how: Any, classes: Any, state: Any, out
                 at_end[0], at_end[1], at_end[2] = row, at - begin, k
                 return False
             size = min(LANES, begin + length - at)
+            changed = _unequal(old, new, at, size)  # first: a processor that guesses the branch wrong learns it sooner
             _contexts(old, at, size, shift, mask, block)
             _count(block, size, firsts, under, seen)
-            changed = _unequal(old, new, at, size)
             while changed:
                 i = lowest(changed)
                 changed &= changed - _1
-                contexts[k] = block[i]
-                gaps[k] = _gap(i, np.uint64(table[block[i]]), under, seen, free, counts)
-                positions[k] = at + i
                 one, other = np.uint64(new[at + i]), np.uint64(old[at + i])
+                context = np.uint8((old[at + i] >> shift) & mask)  # block[i] was just written, as part of a vector
+                contexts[k] = context
+                gaps[k] = _gap(i, np.uint64(table[context]), under, seen, free, counts)
+                positions[k] = at + i
                 steps[k] = ordinal(one, sign, flip) - ordinal(other, sign, flip)
                 k += _1
         first = _0

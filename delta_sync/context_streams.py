@@ -31,7 +31,11 @@ def _tally(contexts: Any, gaps: Any, sizes: Any, table: Any, sums: Any, pairs: A
 
 @compiled
 def _spread_gaps(contexts: Any, gaps: Any, table: Any, splits: Any, counts: Any, low: Any, out: Any, at: Any) -> None:
-    """``at``: of each class where its bytes go, the next bit of unary ones, and where its next low bytes go."""
+    """``at``: of each class where its bytes go, the next bit of unary ones, and where its next low bytes go.
+
+    ``out`` holds MORE where bytes go, and no bits. No branch depends on a gap, or on the class where classes are alike:
+    neither can be predicted. Classes without low bytes write them to a place that nothing else uses.
+    """
     at_byte, at_bit, at_low = at
     for k in range(np.uint64(contexts.size)):
         c, gap = np.uint64(table[contexts[k]]), gaps[k]
@@ -41,16 +45,14 @@ def _spread_gaps(contexts: Any, gaps: Any, table: Any, splits: Any, counts: Any,
             out[at_byte[c] + (bit >> np.uint64(3))] |= np.uint8(1) << np.uint8(bit & np.uint64(7))
             at_bit[c] = bit + _1
             continue
-        for j in range(split):
-            low[at_low[c] + j * counts[c]] = gap & _BYTE
-            gap >>= _8
-        at_low[c] += _1
-        used = at_byte[c]
-        while gap >= _MORE:
-            out[used] = MORE
-            gap -= _MORE
-            used += _1
-        out[used] = gap
+        place = at_low[c]
+        low[place] = gap & _BYTE
+        for j in range(_1, split):
+            low[place + j * counts[c]] = gap >> _8 * j & _BYTE
+        at_low[c] = place + min(split, _1)
+        gap >>= _8 * split
+        used = at_byte[c] + gap // _MORE
+        out[used] = gap % _MORE
         at_byte[c] = used + _1
 
 
@@ -120,8 +122,13 @@ def spread_gaps(
         for n, total, split in zip(counts, sums, splits, strict=True)
     ]  # the most bytes that a class takes
     starts, lows = _starts(widths), _starts([k * int(n) for k, n in zip(planes, counts, strict=True)])
-    out, low = np.zeros(sum(widths), np.uint8), np.empty(int(counts @ np.array(planes, np.uint64)), np.uint8)
-    at = starts.copy(), np.zeros(len(firsts), np.uint64), lows.copy()
+    out = np.full(sum(widths), MORE, np.uint8)
+    for begin, width, split in zip(starts, widths, splits, strict=True):
+        if split == UNARY:
+            out[int(begin) :][:width] = 0
+    low = np.empty(int(counts @ np.array(planes, np.uint64)) + 1, np.uint8)
+    unused = np.uint64(low.size - 1)
+    at = starts.copy(), np.zeros(len(firsts), np.uint64), np.where(np.array(planes) == 0, unused, lows)
     _spread_gaps(contexts, gaps, class_table(firsts), np.array(splits, np.uint8), counts, low, out, at)
     ends = [
         begin + width if split == UNARY else end

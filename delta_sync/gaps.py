@@ -18,31 +18,22 @@ from delta_sync.errors import FormatError
 from delta_sync.jit import compiled
 
 MORE = 255
+_0, _1, _MORE = np.uint64(0), np.uint64(1), np.uint64(MORE)  # unsigned indices: see context_scan.py
 
 
 @compiled
-def _bytes_needed(positions: Any) -> Any:
-    """Bytes that one tensor's gaps take."""
-    total, before = positions.size, -1
-    for i in range(positions.size):
-        total += (positions[i] - before - 1) // MORE
-        before = positions[i]
-    return total
-
-
-@compiled
-def _write(positions: Any, out: Any, used: Any) -> Any:
-    """Write one tensor's gaps from ``out[used]`` on; returns where the next tensor's begin."""
-    before = -1
-    for i in range(positions.size):
-        gap = positions[i] - before - 1
-        before = positions[i]
-        while gap >= MORE:
-            out[used] = MORE
-            gap -= MORE
-            used += 1
-        out[used] = gap
-        used += 1
+def _write(positions: Any, ends: Any, out: Any) -> Any:
+    """Write all gaps, of tensors whose positions end at entries ``ends``, over bytes of MORE; returns how many."""
+    k, used = _0, _0
+    for t in range(ends.size):
+        free = _0
+        while k < ends[t]:
+            gap = positions[k] - free
+            free = positions[k] + _1
+            used += gap // _MORE  # no branch: how long a gap is can't be predicted
+            out[used] = gap % _MORE
+            used += _1
+            k += _1
     return used
 
 
@@ -67,11 +58,11 @@ def _read(gaps: Any, used: Any, size: Any, positions: Any) -> Any:
 
 def encode_gaps(positions: npt.NDArray[np.int64], counts: Sequence[int]) -> bytes:
     """The gap stream of tensors' positions, laid one after the other: ``counts[k]`` belong to tensor k."""
-    out = np.empty(sum(_bytes_needed(positions[part]) for part in slices(counts)), np.uint8)
-    used = 0
-    for part in slices(counts):
-        used = _write(positions[part], out, used)
-    return out.tobytes()
+    ends = np.cumsum(counts, dtype=np.uint64)
+    furthest = sum(int(positions[end - 1]) + 1 for end, count in zip(ends.tolist(), counts, strict=True) if count)
+    out = np.full(positions.size + furthest // MORE, MORE, np.uint8)
+    used = int(_write(positions.view(np.uint64), ends, out))
+    return out[:used].tobytes()
 
 
 def decode_gaps(stream: Content, counts: Sequence[int], sizes: Sequence[int], what: str) -> npt.NDArray[np.int64]:
@@ -90,16 +81,11 @@ def decode_gaps(stream: Content, counts: Sequence[int], sizes: Sequence[int], wh
 
 @compiled
 def _write_values(gaps: Any, out: Any) -> Any:
-    used = np.uint64(0)
+    used = _0
     for i in range(gaps.size):
-        gap = gaps[i]
-        while gap >= np.uint64(MORE):
-            out[used] = MORE
-            gap -= np.uint64(MORE)
-            used += np.uint64(1)
-        out[used] = gap
-        used += np.uint64(1)
-    return used
+        used += gaps[i] // _MORE
+        out[used] = gaps[i] % _MORE
+        used += _1
 
 
 @compiled
@@ -121,7 +107,7 @@ def _read_values(stream: Any, gaps: Any) -> Any:
 
 def encode_gap_values(gaps: npt.NDArray[np.uint64]) -> bytes:
     """The bytes of gaps, uint64 ``[n]``, that are known themselves and not by their positions."""
-    out = np.empty(gaps.size + int((gaps // np.uint64(MORE)).sum()), np.uint8)
+    out = np.full(gaps.size + int((gaps // _MORE).sum()), MORE, np.uint8)
     _write_values(gaps, out)
     return out.tobytes()
 

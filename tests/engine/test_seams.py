@@ -100,3 +100,16 @@ def test_the_api_servers_seams_exist_too_and_are_named_when_they_do_not(monkeypa
     monkeypatch.setattr(usage, "_HOMES", ("vllm.no.such.module", "vllm.outputs"))
     with pytest.raises(SeamError, match="UsageInfo"):
         usage.install()
+
+
+def test_the_seams_of_fp8_and_of_engines_that_share_experts_exist_too() -> None:
+    """By name: what they do is tested where vLLM has kernels for it, which CPU builds before 0.32 have not."""
+    pytest.importorskip("vllm")
+    from vllm.config import ParallelConfig
+
+    from vllm_delta_plugin.compat import fp8_seam, lockstep
+
+    expected = {name for kinds in (fp8_seam._METHODS, fp8_seam._EXPERTS) for names in kinds.values() for name in names}
+    assert {method.__name__ for method in fp8_seam._methods()} == expected
+    lockstep.install()
+    assert hasattr(ParallelConfig.sync_dp_state, "__wrapped__")

@@ -35,15 +35,20 @@ def test_streams_go_on_over_commits_and_bits_are_equal(
     trainer, starting = followed(tmp_path, architecture, *args)
     with starting as server:
         server.wait_version(1)
-        streams = [open_stream(server, range(20 + i, 50 + i), 1900) for i in range(4)]
-        for stream in streams:
+        ended, running = [], [open_stream(server, range(20 + i, 50 + i), 1900) for i in range(4)]
+        for stream in running:
             stream.wait_tokens(5)
         for seed in range(COMMITS):
             newest = trainer.step(seed, 0.05)
             server.wait_version(newest.version)
-        assert any(stream.finish_reason is None for stream in streams), "one must still run at the last commit"
-        for stream in streams:
+            for i, stream in enumerate(running):
+                if stream.finish_reason is not None or stream.error is not None:
+                    ended.append(stream)
+                    running[i] = open_stream(server, range(20 + i, 50 + i), 1900)
+        for stream in (*ended, *running):
             assert (stream.join().error, stream.tokens) == (None, 1900)
+        versions = [len(stream.usage["delta_sync"]["choices"][0]) for stream in (*ended, *running)]
+        assert max(versions) > 1, "streams must run while weights change"
         assert server.get("/delta_sync/tensors?scan=1")["state_digest"] == newest.state_digest
         status = server.status()
         each = status.get("engines", [status])  # all have scanned

@@ -222,7 +222,12 @@ class Ledger:
             names = self._reader.names(manifest_prefix(version))
             found = self._reader.read(names[0]) if len(names) == 1 else self.ancestors(head, version)[-1]
         if found is None:
-            raise ChainError(f"version {version}", expected=sha256 or "a manifest", got="none in the store")
+            raise ChainError(
+                f"version {version}",
+                expected=sha256 or "a manifest",
+                got="none in the store",
+                remedy="`delta-sync ledger` lists the versions that there are",
+            )
         return found
 
     def parent(self, manifest: Manifest) -> Manifest | None:

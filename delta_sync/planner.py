@@ -117,12 +117,13 @@ def downwards(ledger: Ledger, head: Manifest, damage: list[DeltaSyncError]) -> I
             if manifest.kind != "origin":  # an origin needs no parent
                 damage.append(error)
             return
-        if parent is None or (manifest.kind == "origin" and not _same_bits(manifest, parent)):
+        if parent is None or (manifest.kind == "origin" and not same_bits(manifest, parent)):
             return
         yield (manifest := parent)
 
 
-def _same_bits(one: Manifest, other: Manifest) -> bool:
+def same_bits(one: Manifest, other: Manifest) -> bool:
+    """Whether two versions are the same weights: then nothing has to be done between them."""
     return (one.state_digest, one.model_fingerprint) == (other.state_digest, other.model_fingerprint)
 
 
@@ -135,5 +136,5 @@ def _no_start(head: Manifest, damage: list[DeltaSyncError]) -> DeltaSyncError:
         f"way to version {head.version}",
         expected="the replica's version or bits, or an anchor, on its chain",
         got="; ".join(error.what for error in damage) or "none of them",
-        remedy="attach an anchor to the newest version",
+        remedy=f"attach an anchor to version {head.version} or to one before it",
     )

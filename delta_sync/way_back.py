@@ -8,6 +8,7 @@ from delta_sync.context_codec import CONTEXT_CODEC
 from delta_sync.errors import ChainError
 from delta_sync.manifest import Manifest, TensorState
 from delta_sync.plan import Plan, Position
+from delta_sync.planner import same_bits
 
 if TYPE_CHECKING:
     from delta_sync.ledger import Ledger
@@ -17,15 +18,15 @@ def plan_back(ledger: Ledger, target: Manifest, position: Position) -> Plan:
     """A "back" plan from ``position`` to ``target``, which must be an ancestor of it.
 
     ChainError if it is none, or if a delta between them can't be turned round: one that is coded against the older
-    bits, or starts a chain anew. What a delta's values allow is seen only when it is decoded.
+    bits, or starts a chain anew from other bits. What a delta's values allow is seen only when it is decoded.
     """
     tip = ledger.manifest(position.version, position.manifest)
     between = [tip, *ledger.ancestors(tip, target.version)]
     if between[-1].sha256 != target.sha256:
         raise _no_way(target, position, f"version {between[-1].version} is another chain's")
     path = between[-2::-1]
-    for manifest in path:
-        if manifest.kind == "origin":
+    for older, manifest in zip(between[::-1], path, strict=False):
+        if manifest.kind == "origin" and not same_bits(manifest, older):
             raise _no_way(target, position, f"version {manifest.version} starts a chain")
         if manifest.codec == CONTEXT_CODEC:
             raise _no_way(target, position, f"version {manifest.version} is coded against the bits before it")

@@ -254,9 +254,16 @@ def _report(verification: Verification) -> Report:
     if verification.ledger.keys is not None:
         parts.append(f"signatures checked against {', '.join(verification.ledger.keys.ids)}")
     if proven < count:
-        parts.append("the others have damage below them, or no anchor: only their hashes were checked")
+        parts.append(f"{_why_unproven(verification)}: only their hashes were checked")
     code = PROBLEM if verification.damage else UNREACHABLE if verification.unread else FINE
     return Report(document, [*parts, *_found(verification)], code)
+
+
+def _why_unproven(verification: Verification) -> str:
+    """Of the versions that were not proven; a young run has no anchor yet, and nothing is wrong with it."""
+    if verification.damage or verification.unread:
+        return "the others have damage below them, or no anchor"
+    return "the others have no anchor (complete weights) below them"
 
 
 def _found(verification: Verification) -> list[Table | str]:

@@ -14,6 +14,16 @@ def test_a_whole_run_is_proven(run, as_json):
     assert (code, found["damage"], found["proven"]) == (0, [], [1, 2, 3, 4, 5, 6])
 
 
+def test_a_young_run_without_an_anchor_is_said_to_be_just_that(tmp_path, run, cli):
+    young = Publisher(str(tmp_path / "young"), run.publisher.weights)
+    young.origin()
+    young.step(1)
+    code, out, _ = cli("verify", str(tmp_path / "young"))
+    assert code == 0
+    assert "the others have no anchor (complete weights) below them: only their hashes were checked" in " ".join(out.split())
+    assert "have damage" not in out
+
+
 def test_all_damage_is_named_at_once_with_what_to_do(run, as_json, cli):
     second, third = run.manifests[2].objects[0].key, run.manifests[3].objects[0].key
     shard = "anchors/000000000001-000001/model.safetensors"

@@ -1,4 +1,4 @@
-"""Every setting of either side stands in the page that explains it, with the default that it has."""
+"""Every setting of either side, with its default, and every field of the status stand in the page that explains them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from blocks import ROOT
 from trl_callback.config import DeltaSyncConfig
 from vllm_delta_plugin.config import ReplicaConfig
 from vllm_delta_plugin.flag import _FLAGS, add_arguments
+from vllm_delta_plugin.status import Facts, Status
 
 TRAINER = ROOT / "docs" / "TRAINER.md"
 SERVING = ROOT / "docs" / "SERVING.md"
@@ -70,3 +71,12 @@ def test_each_flag_of_the_server_is_explained():
     assert sorted(explained) == sorted(action.option_strings[0] for action in parser._actions)
     named = re.search(r"are settings too \(([^)]+)\)", text)
     assert named and re.findall(r"`(\w+)`", named[1]) == list(_FLAGS.values())
+
+
+def test_each_field_of_the_status_is_explained():
+    facts = Facts("name", "/mnt/run", "model", "BF16", "processed_logprobs", "fingerprint")
+    shown = {*Status(facts).to_dict(), "draining", "group"}  # see DeltaSync.status
+    section = SERVING.read_text().split("\n## Status\n")[1].split("\n## ")[0]
+    cells = re.findall(r"^\| (`[a-z_]+`(?:, `[a-z_]+`)*) \|", section, re.M)
+    explained = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(explained) == sorted(shown)

@@ -56,6 +56,21 @@ def test_a_rollback_takes_an_anchor_where_deltas_do_not_lead_back(trainer: Publi
     assert replica.executor.equal(before)
 
 
+def test_a_rollback_goes_over_a_trainer_that_resumed_exactly(trainer: Publisher, replica: Replica) -> None:
+    trainer.origin()
+    trainer.step(8, 0.5)
+    replica.wait_version(6)
+    for version in (2, 5, 4):  # over that origin, to it, and from it, where there is nothing to undo
+        answer = order(replica, "rollback", version)
+        assert answer["ok"], answer["error"]
+        assert (answer["status"]["version"], answer["status"]["anchors_taken"]) == (version, 0)
+        assert answer["status"]["state_digest"] == trainer.ledger.manifest(version).state_digest
+        if version != 5:
+            assert order(replica, "unpin")["ok"]
+            replica.wait_version(6)
+    assert replica.executor.equal(trainer.weights)
+
+
 def test_a_reload_goes_around_a_damaged_anchor(trainer: Publisher, replica: Replica) -> None:
     anchor(trainer, trainer.writer.head)
     newest = trainer.step(7)

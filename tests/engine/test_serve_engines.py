@@ -17,7 +17,8 @@ ADMIN = "adm1n-key"
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """The key comes by the environment here."""
-    args = ("--api-key", "first", "--data-parallel-size", "2", "--delta-sync-config", '{"read_back": true}')
+    settings = '{"read_back": true, "replica": "box"}'
+    args = ("--api-key", "first", "--data-parallel-size", "2", "--delta-sync-config", settings)
     with serve(tmp_path_factory.mktemp("engines"), args, {"DELTA_SYNC_ADMIN_KEY": ADMIN}) as world:
         world.trainer.origin()
         world.server.wait_version(1)
@@ -26,6 +27,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 def engines(world: World, what: str) -> list[int | None]:
     return [engine[what] for engine in world.server.status()["engines"]]
+
+
+def test_each_engine_has_a_name_of_its_own(world: World) -> None:
+    assert engines(world, "replica") == ["box-dp0", "box-dp1"]
 
 
 def test_requests_wait_until_both_engines_serve_the_version(world: World) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from tiny_run import first_bits, states
+from tiny_run import changed, first_bits, states
 
 from delta_sync import ChainError, state_digest
 from delta_sync.ledger import AnchorRef, Ledger
@@ -117,7 +117,25 @@ def test_the_way_back_names_every_tensor_it_touches_with_its_older_state(run):
 
 def test_no_way_back_over_the_start_of_a_chain(run):
     first = run.origin()
-    run.origin()
+    run.origin(changed(run.now, 99))
     newest = run.delta()
     with pytest.raises(ChainError, match="starts a chain"):
         plan_back(Ledger(run.store), first, position(newest))
+
+
+def test_a_way_back_leads_over_a_trainer_that_resumed_exactly(run):
+    older = [run.origin(), run.delta()]
+    run.origin()
+    newer = run.delta()
+    for target, between in ((older[1], [newer]), (older[0], [older[1], newer])):
+        plan = plan_back(Ledger(run.store), target, position(newer))
+        assert (plan.start, plan.target, list(plan.deltas)) == ("back", target, between)
+        every = states(run.bits[target.sha256])
+        assert dict(plan.tensors) == {name: every[name] for m in between for name in m.tensors}
+
+
+def test_where_no_way_leads_to_an_older_version_the_remedy_is_about_that_one(run):
+    older = run.origin()
+    run.origin(changed(run.now, 99))
+    with pytest.raises(ChainError, match="attach an anchor to version 1 or to one before it"):
+        Ledger(run.store).plan(None, None, target=older)

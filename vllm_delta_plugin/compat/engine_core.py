@@ -129,6 +129,8 @@ def _build(core: Any, vllm_config: Any, config: Any) -> Any:
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     data_parallel = getattr(parallel, "data_parallel_size", 1) > 1 or getattr(parallel, "data_parallel_index", 0)
+    # Each engine of a dense model is told that it is alone: the first of several is known by their coordinator.
+    data_parallel = data_parallel or getattr(core, "has_coordinator", False)
     name = model.served_model_name
     facts = EngineFacts(
         model=name[0] if isinstance(name, list) and name else str(name or model.model),

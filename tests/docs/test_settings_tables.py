@@ -1,4 +1,4 @@
-"""Every setting of either side, with its default, and every field of the status stand in the page that explains them."""
+"""The pages that explain settings and the status leave none out, and name the defaults that are."""
 
 from __future__ import annotations
 

@@ -9,11 +9,13 @@ of temporary folders and ports are replaced by the README's. Ends with 1 if the 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -174,6 +176,14 @@ def flip_one_bit(run: Path) -> None:
     path.write_bytes(data)
 
 
+def wait_acknowledged(path: Path, version: int) -> None:
+    """Until the replica's word in the bucket says this version: it comes a moment after its status."""
+    deadline = time.monotonic() + PATIENCE
+    while not path.exists() or json.loads(path.read_text()).get("version") != version:
+        expect(time.monotonic() < deadline, f"{path.name} does not say version {version}")
+        time.sleep(0.1)
+
+
 def find(page: Page, folder: Path, checkpoint: Path) -> None:
     """A second replica lags; ledger, verify, inspect and doctor say why, and a way out is taken."""
     page.say(
@@ -182,15 +192,16 @@ def find(page: Page, folder: Path, checkpoint: Path) -> None:
     )
     page.show("console", f"$ {serve_line('rollouts-1')} &")
     with server(page, folder, checkpoint, "rollouts-1") as second:
-        second.wait_status("a refusal", lambda status: status["state"] == "refused", PATIENCE)
-        page.say("Its answers look worse than they should. Who serves what?")
+        second.wait_status("a refusal", lambda s: (s["state"], s["version"]) == ("refused", 5), PATIENCE)
+        wait_acknowledged(folder / "run" / "replicas" / "rollouts-1.json", 5)
+        page.say("It is a version behind, and does not catch up. Who serves what?")
         said = page.run(f"delta-sync ledger {RUN} --last 4", code=1)
         expect(
             "refused 6" in said and "sha256 of object" in said, "the ledger does not name the refused version and why"
         )
         page.say(
             "`rollouts-1` lags: it would not take version 6, because an object of that is not what the manifest "
-            "promises. It answers with weights from before that. Is it the bucket, or that machine?"
+            "promises. It serves version 5, the newest that it can prove. Is it the bucket, or that machine?"
         )
         said = page.run(f"delta-sync verify {RUN}", code=1)
         expect("deltas/000000000006" in said, "verify does not name the object")
@@ -214,8 +225,8 @@ def find(page: Page, folder: Path, checkpoint: Path) -> None:
         said = page.run(f"delta-sync ledger {RUN} --last 3")
         expect("refused" not in said, "the replica still refuses")
         page.say(
-            "The new trainer took epoch 2 and attached complete weights to its first version; `rollouts-1` began there "
-            "and follows again. `rollouts-0`, which is no more, is what it was heard of last."
+            "The new trainer took epoch 2. Its first version has the bits of version 5, which `rollouts-1` serves, so "
+            "that follows again at once. `rollouts-0`, which is no more, is what it was heard of last."
         )
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from delta_sync.adapter import read_adapter
 from delta_sync.anchor_files import Tensor, parse_shard
+from delta_sync.checkpoint import Checkpoint
 from delta_sync.cli.report import FINE, PROBLEM, UNREACHABLE, AsJson, Report, Table, exit_code_of, finish, many, size
 from delta_sync.cli.run import DAMAGE, Chain, PublicKey, checked_run, open_ledger, read_chain
-from delta_sync.cli.weights import Deltas, Weights, read_delta
+from delta_sync.cli.weights import Deltas, Weights, no_version, read_delta
+from delta_sync.digest import state_digest
 from delta_sync.errors import ChainError, DeltaSyncError, IntegrityError, SignatureError, StoreError
 from delta_sync.ledger import AnchorRef, FoldRef, Ledger
 from delta_sync.manifest import AnchorRecord, Manifest
@@ -32,15 +35,25 @@ GONE = "restart the trainer on this URI: it begins a new chain, with an anchor w
 
 def verify(
     uri: Annotated[str, typer.Argument(metavar="URI", callback=checked_run, help="The run's folder or bucket.")],
+    base: Annotated[
+        Path | None,
+        typer.Option(metavar="CKPT", help="Weights of a version, such as the model that the run began with."),
+    ] = None,
     public_key: PublicKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Check every manifest, object and anchor of a run, and prove versions by applying them.
 
+    Versions are applied to an anchor's weights, and where there is none yet to CKPT's.
     With --public-key manifests, anchors and claims of epochs must be signed. Reads everything and holds one model and
     one file in memory. Exits with 1 if anything is damaged, else with 3 if something could not be read.
     """
-    finish(as_json, lambda: _report(Verification(open_ledger(uri, public_key, patience=PATIENCE))))
+
+    def report() -> Report:
+        start = None if base is None else Checkpoint(base)
+        return _report(Verification(open_ledger(uri, public_key, patience=PATIENCE), start))
+
+    finish(as_json, report)
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,7 @@ class Verification:
     """One walk over a run, oldest version first, that goes on after damage and what could not be read."""
 
     ledger: Ledger
+    base: Checkpoint | None = None
     damage: list[Damage] = field(default_factory=list)
     unread: list[Damage] = field(default_factory=list)
     proven: list[int] = field(default_factory=list)
@@ -65,10 +79,15 @@ class Verification:
     objects: int = 0
     bytes: int = 0
     weights: Weights | None = None
+    _base_digest: str = ""
 
     def run(self) -> Chain:
-        """Check all that the newest version's chain names."""
+        """Check all that the newest version's chain names; ChainError if no version of it has the base's weights."""
         chain = read_chain(self.ledger)
+        if self.base is not None:
+            self._base_digest = state_digest(Weights(self.base, keep=False).states)
+            if all(manifest.state_digest != self._base_digest for manifest in chain.versions):
+                raise no_version(self.base, self._base_digest, "of this run")
         anchored = set(self.ledger.anchors())
         oldest, newest = chain.versions[0], chain.versions[-1]
         if chain.start is not None:
@@ -102,6 +121,8 @@ class Verification:
             self._advance(manifest, [])
         else:
             self._advance(manifest, [self._object(manifest, number) for number in range(len(manifest.objects))])
+        if self.base is not None and self.weights is None and manifest.state_digest == self._base_digest:
+            self.weights = Weights(self.base)
         if anchored:
             self._anchor(manifest)
         if self.weights is not None:
@@ -246,7 +267,7 @@ def _report(verification: Verification) -> Report:
         f"run {newest.run} at {verification.ledger.store.uri}: versions {first} to {newest.version}",
         f"{many(count, 'manifest')} and {many(verification.objects, 'object')} read, "
         f"{size(verification.bytes)} as promised",
-        f"{proven} of {many(count, 'version')} proven by applying deltas to an anchor's weights"
+        f"{proven} of {many(count, 'version')} proven by applying deltas to {_starts(verification)} weights"
         + (f", from version {verification.proven[0]} on" if proven else ""),
     ]
     if chain.end is not None and not chain.ends_in_damage:
@@ -263,7 +284,11 @@ def _why_unproven(verification: Verification) -> str:
     """Of the versions that were not proven; a young run has no anchor yet, and nothing is wrong with it."""
     if verification.damage or verification.unread:
         return "the others have damage below them, or no anchor"
-    return "the others have no anchor (complete weights) below them"
+    return "the others have no anchor (complete weights) below them, which --base CKPT can stand in for"
+
+
+def _starts(verification: Verification) -> str:
+    return "an anchor's" if verification.base is None else f"an anchor's or {verification.base.path}'s"
 
 
 def _found(verification: Verification) -> list[Table | str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -195,11 +195,17 @@ def _position(ledger: Ledger, target: Manifest, base: Checkpoint) -> Position:
     for manifest in downwards(ledger, target, damage):
         if manifest.state_digest == known:
             return Position(manifest.version, manifest.sha256)
-    raise ChainError(
-        f"weights of {base.path}", expected=f"those of a version that deltas lead from to version {target.version}",
+    raise no_version(base, known, f"that deltas lead from to version {target.version}", damage)
+
+
+def no_version(base: Checkpoint, known: str, which: str, damage: Sequence[DeltaSyncError] = ()) -> ChainError:
+    """That no version ``which`` is meant has the weights of ``base``, whose state digest is ``known``."""
+    return ChainError(
+        f"weights of {base.path}",
+        expected=f"those of a version {which}",
         got="; ".join([f"state digest {known[:16]}, which none has", *(error.what for error in damage)]),
         remedy="name the model that the run began with, in the type that is served",
-    )  # fmt: skip
+    )
 
 
 def _plan(

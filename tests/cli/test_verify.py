@@ -20,7 +20,26 @@ def test_a_young_run_without_an_anchor_is_said_to_be_just_that(tmp_path, run, cl
     young.step(1)
     code, out, _ = cli("verify", str(tmp_path / "young"))
     assert code == 0
-    assert "the others have no anchor (complete weights) below them: only" in out
+    assert "the others have no anchor (complete weights) below them, which --base CKPT can stand in for: only" in out
+
+
+def test_a_young_run_is_proven_from_the_model_that_it_began_with(tmp_path, run, cli, as_json):
+    uri = str(tmp_path / "young")
+    young = Publisher(uri, run.publisher.weights)
+    (tmp_path / "empty").mkdir()
+    base = young.save(tmp_path / "base", tmp_path / "empty")
+    young.origin()
+    young.step(1)
+    code, found = as_json("verify", uri, "--base", base)
+    assert (code, found["proven"]) == (0, [1, 2])
+    young.step(2, corrupt="content")
+    code, found = as_json("verify", uri, "--base", base)
+    assert (code, found["proven"], [d["version"] for d in found["damage"]]) == (1, [1, 2], [3])
+    young.change(3, 0.5)
+    other = young.save(tmp_path / "other", tmp_path / "empty")
+    code, _, err = cli("verify", uri, "--base", other)
+    assert code == 1
+    assert "which none has" in err
 
 
 def test_all_damage_is_named_at_once_with_what_to_do(run, as_json, cli):

@@ -142,12 +142,15 @@ class Coordinator:
         """Beside the coordinator's thread, which a store may hold up: deadlines of clients, and a word in status."""
         while not self._stop.wait(_TICK):
             try:
-                self._waiters.expire(self.status.to_dict)
-                self._control.expire()
-                self._live.gate.expire()
-                self._lookout.complain_if_slow()
+                self._expire()
             except Exception as error:  # noqa: BLE001  # without this thread clients would wait for ever
                 self._note(error)
+
+    def _expire(self) -> None:
+        self._waiters.expire(self.status.to_dict)
+        self._control.expire()
+        self._live.gate.expire()
+        self._lookout.complain_if_slow()
 
     def _note(self, error: Exception) -> None:
         """In status and counts, with a traceback in the log if it is a bug that was not seen just before."""

@@ -25,6 +25,7 @@ class Auditor:
         self._since = 0
         self._wanted = False
         self._crossed = False
+        self._again = False  # what the last scan found did not count
         self.running = False
         self.damage: IntegrityError | None = None  # found by the last scan: what is served is not what weights make
 
@@ -46,7 +47,7 @@ class Auditor:
         """Start or poll a scan; when one is done, each rank's region sums, else None. RankError if a rank cannot."""
         if not self.running:
             if self._due():
-                self._main.run(lambda: self._ranks.tell("audit_begin"))
+                self._main.run(lambda: self._ranks.tell("audit_begin", self._again))
                 self.running, self._wanted, self._crossed = True, False, False
             return None
         replies = self._main.run(lambda: self._ranks.ask("audit_poll"))
@@ -56,7 +57,7 @@ class Auditor:
         if any(reply["state"] != "done" for reply in replies):
             return None
         if self._crossed:
-            self.running, self._wanted = False, True
+            self.running, self._wanted, self._again = False, True, True
             return None
         self._end()
         self.damage = _damage(replies)
@@ -67,7 +68,7 @@ class Auditor:
         return self._wanted or self._since * 2 >= self._commits or waited >= self._period
 
     def _end(self) -> None:
-        self.running, self._since, self._finished = False, 0, time.monotonic()
+        self.running, self._again, self._since, self._finished = False, False, 0, time.monotonic()
 
 
 def _damage(replies: Sequence[Reply]) -> IntegrityError | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -28,6 +29,7 @@ T = TypeVar("T")
 _FIRST_POLL, _LONGEST_POLL = 0.002, 0.05  # seconds
 _ATTACH = 600.0  # seconds in which all engines must have attached, once one has
 _WAKE = 0.02  # seconds between two attempts to make an idle group meet
+_KEPT_ANSWERS = 1000  # to operators' commands, for other engines to read
 
 
 class Steps(Protocol):
@@ -87,7 +89,9 @@ class ExpertGroup:
         self._answered = True
         self._armed: _Armed | None = None
         self._asked = False
+        self._commits = 0  # of rounds, the same on all engines: news of damage counts until the next one only
         self._damages = [0] * self.engines  # read so far, or written
+        self._orders: deque[str] = deque()  # whose answers are not burnt yet
         self._missing: list[int] = []
         self._committed_at: tuple[int, int] | None = None
         self.keeps_refusal: Callable[[], bool] = lambda: False
@@ -138,7 +142,9 @@ class ExpertGroup:
         self._base = base
         if not self.leads:
             return
-        self._begin(self._round + 1, self._seconds)
+        self._begin(
+            self._box.count("round") + 1, self._seconds
+        )  # not one more than here: an earlier try may have failed
         target, folds = plan.target, any(not hasattr(step, "parent") for step in plan.deltas)
         anchor = None if plan.anchor is None else (plan.anchor.version, plan.anchor.epoch)
         place = (self._round, target.version, target.sha256, plan.start, anchor, folds)
@@ -182,18 +188,27 @@ class ExpertGroup:
         """See Group."""
         armed = _Armed(self._round, function, Future())
         main.run(lambda: self._arm(armed))
+        try:
+            self._wait_committed(main, armed)
+        except (Stopped, EngineBroken):
+            raise
+        except Exception:  # whatever stood in the way, what is armed would be committed all the same
+            if main.run(lambda: self._disarm(armed)):
+                raise
+        result: T = armed.future.result()
+        return result
+
+    def _wait_committed(self, main: MainThread, armed: _Armed) -> None:
+        """Return once it has run; SyncTimeoutError when this round is given up."""
         self._box.post(f"{self._round}/armed/{self.engine}", True)
         deadline = time.monotonic() + self._seconds
         while not self._done(armed.future):
             if self._stop.is_set():
                 raise Stopped
             if time.monotonic() > deadline or self._superseded():
-                if main.run(lambda: self._disarm(armed)):
-                    raise self._late("every engine to be ready to commit", "no step at which all were")
-            elif self.leads and self._all_armed():
+                raise self._late("every engine to be ready to commit", "no step at which all were")
+            if self.leads and self._all_armed():
                 main.run(self._steps.wake)
-        result: T = armed.future.result()
-        return result
 
     def meet(self) -> None:
         """On the engine's thread, at the same step on all engines: commit if all are armed for the same round."""
@@ -213,7 +228,7 @@ class ExpertGroup:
                 self.agree(False)  # the others wait for it
             armed.future.set_exception(error)
         else:
-            self._committed_at = self._steps.step
+            self._committed_at, self._commits = self._steps.step, self._commits + 1
             armed.future.set_result(result)
 
     def agree(self, ok: bool) -> int | None:
@@ -230,18 +245,20 @@ class ExpertGroup:
     def report_damage(self, found: Sequence[Sums], error: DeltaSyncError) -> bool:
         """See Group."""
         number = self._damages[self.engine] = self._damages[self.engine] + 1
-        letter = {"found": [_plain(sums) for sums in found], "error": str(error)}
+        letter = {"commits": self._commits, "found": [_plain(sums) for sums in found], "error": str(error)}
         self._box.post(f"damage/{self.engine}/{number}", letter)
         self._box.count(f"damage/{self.engine}", 1)
         return True
 
     def damage(self, sums: Sequence[Sums]) -> tuple[Sequence[Sums], IntegrityError] | None:
-        """See Group."""
-        for engine in range(self.engines):
-            if engine != self.engine and self._box.count(f"damage/{engine}") > self._damages[engine]:
-                self._damages[engine] += 1
-                letter = self._box.read(f"damage/{engine}/{self._damages[engine]}")
-                return self._with(sums, engine, letter["found"]), IntegrityError(f"engine {engine}: {letter['error']}")
+        """See Group. Not of what a commit healed before it was heard of here: it left nothing of what was damaged."""
+        for engine in set(range(self.engines)) - {self.engine}:
+            for number in range(self._damages[engine] + 1, self._box.count(f"damage/{engine}") + 1):
+                letter = self._box.read(f"damage/{engine}/{number}")
+                self._damages[engine] = number
+                if letter["commits"] == self._commits:
+                    error = IntegrityError(f"engine {engine}: {letter['error']}")
+                    return self._with(sums, engine, letter["found"]), error
         return None
 
     # -- operators' commands -------------------------------------------------------------------
@@ -253,6 +270,9 @@ class ExpertGroup:
             answer = done.result()
             told = {name: answer[name] for name in ("ok", "code", "error")}
             self._box.post(f"answer/{order}", {**told, "pinned": answer["status"]["pinned"]})
+            self._orders.append(order)
+            if len(self._orders) > _KEPT_ANSWERS:
+                self._box.burn(f"answer/{self._orders.popleft()}")
 
         future.add_done_callback(post)
 
@@ -269,6 +289,8 @@ class ExpertGroup:
 
     def _answer(self, letter: Mapping[str, Any]) -> None:
         self._answered = True
+        if self._superseded():  # nobody would read or burn it
+            return
         self._box.post(f"{self._round}/ready/{self.engine}", letter)
 
     def _gather(self, topic: str, what: str) -> list[Any]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from delta_sync.errors import ChainError, ConflictError, DeltaSyncError
-from delta_sync.ledger import Ledger
+from delta_sync.errors import ChainError, ConflictError, DeltaSyncError, StoreError
+from delta_sync.ledger import AnchorRef, Ledger
+from delta_sync.manifest import Manifest
 from delta_sync.plan import Plan
 from delta_sync.way_back import plan_back
 from vllm_delta_plugin.config import ReplicaConfig
@@ -23,9 +25,11 @@ from vllm_delta_plugin.status import Status
 from vllm_delta_plugin.taker import Taker
 
 _LOOK = 0.02  # seconds between two looks for a proposal
+_LONGEST_LOOK = 0.5  # the same between two looks for what it names
+_COMES = 10.0  # seconds in which what engine 0 sees in the store must be seen here too: a store's views may lag
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Waiting:
     order: str
     deadline: float
@@ -47,11 +51,13 @@ class Follower(Coordinator):
         super().__init__(config, ledger, live, status, stop)
         self._group, self._taker = group, Taker(live, status, self._report)
         self._waiting: list[_Waiting] = []
+        self._lock = threading.Lock()
 
     def answer_of_leader(self, order: str, timeout: float) -> Future[dict[str, Any]]:
         """A future answer: what engine 0, which got the same command, made of it; 504 after ``timeout`` seconds."""
         future: Future[dict[str, Any]] = Future()
-        self._waiting.append(_Waiting(order, time.monotonic() + timeout, future))
+        with self._lock:
+            self._waiting.append(_Waiting(order, time.monotonic() + timeout, future))
         return future
 
     def turn(self) -> None:
@@ -89,13 +95,14 @@ class Follower(Coordinator):
             self._tell()
 
     def _way(self, proposal: Proposal) -> Plan:
-        target, at = self._ledger.manifest(proposal.version, proposal.manifest), self._live.position
+        target, listed = self._seen(proposal)
+        at = self._live.position
         if proposal.start == "back":
             if at is None:
                 raise ChainError("rollback", expected="a version that is served", got="none yet")
             return plan_back(self._ledger, target, at)
         anchor = proposal.start == "anchor"
-        others = [each for each in self._ledger.anchors() if (each.version, each.epoch) != proposal.anchor]
+        others = [each for each in listed if (each.version, each.epoch) != proposal.anchor]
         plan = self._ledger.plan(
             at,
             self._live.state_digest,
@@ -108,13 +115,47 @@ class Follower(Coordinator):
             raise ChainError(f"way to version {target.version}", expected="a plan", got="none in an empty run")
         return plan
 
+    def _seen(self, proposal: Proposal) -> tuple[Manifest, list[AnchorRef]]:
+        """The proposed version, and all anchors if one is the start; StoreError if what engine 0 saw does not come.
+
+        That is no refusal: it says nothing about the version, and a trainer would answer with complete weights.
+        """
+        deadline, pause = time.monotonic() + min(_COMES, proposal.seconds), _LOOK
+        while True:
+            anchors = self._ledger.anchors() if proposal.anchor else []
+            try:
+                if proposal.anchor and AnchorRef(*proposal.anchor) not in anchors:
+                    raise ChainError("anchors", expected=f"that of version {proposal.anchor[0]}", got="others or none")
+                return self._ledger.manifest(proposal.version, proposal.manifest), anchors
+            except ChainError as error:
+                if time.monotonic() > deadline or self._stop.wait(pause):
+                    raise StoreError(
+                        f"version {proposal.version} as engine 0 proposes it",
+                        expected=f"to be seen here within {_COMES:g} s",
+                        got=str(error),
+                        remedy="look at whether all engines see the same store",
+                    ) from error
+            pause = min(_LONGEST_LOOK, pause * 1.5)
+
     def _answer_commands(self) -> None:
         for waiting in list(self._waiting):
-            answer = self._group.answer(waiting.order)
-            if answer is None and time.monotonic() > waiting.deadline:
-                answer = {"ok": False, "code": 504, "error": "engine 0 has not answered yet: look at its status"}
-            if answer is not None:
-                self._waiting.remove(waiting)
-                if answer["ok"]:
-                    self.status.update(pinned=answer["pinned"])
-                waiting.future.set_result({**answer, "status": self.status.to_dict()})
+            if (answer := self._group.answer(waiting.order)) is not None:
+                self._finish(waiting, answer)
+
+    def _expire(self) -> None:
+        """See Coordinator; commands too, however long a round takes."""
+        super()._expire()
+        late = {"ok": False, "code": 504, "error": "engine 0 has not answered yet: look at its status"}
+        for waiting in list(self._waiting):
+            if time.monotonic() > waiting.deadline:
+                self._finish(waiting, late)
+
+    def _finish(self, waiting: _Waiting, answer: Mapping[str, Any]) -> None:
+        """Answer a command, unless another thread has."""
+        with self._lock:
+            if waiting not in self._waiting:
+                return
+            self._waiting.remove(waiting)
+        if answer["ok"]:
+            self.status.update(pinned=answer["pinned"])
+        waiting.future.set_result({**answer, "status": self.status.to_dict()})

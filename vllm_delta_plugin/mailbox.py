@@ -7,6 +7,7 @@ from typing import Any
 
 _PIECE = 1 << 20  # bytes in one value: the store refuses a few MiB
 _PREFIX = "delta_sync"
+_NOTHING = "\0"  # what no value is
 
 
 class Mailbox:
@@ -27,12 +28,13 @@ class Mailbox:
         self._store.set(f"{_PREFIX}/{key}", str(len(pieces)))  # last: who finds it finds all
 
     def read(self, key: str) -> Any:
-        """The letter, or None while there is none."""
+        """The letter, or None while there is none, or where it is burnt meanwhile."""
         name = f"{_PREFIX}/{key}"
-        if not self._store.check([name]):
+        count = self._value(name)
+        pieces = [self._value(f"{name}/{number}") for number in range(int(count or 0))]
+        if count is None or None in pieces:
             return None
-        pieces = range(int(self._store.get(name)))
-        return json.loads(b"".join(self._store.get(f"{name}/{number}") for number in pieces))
+        return json.loads(b"".join(piece for piece in pieces if piece is not None))
 
     def has(self, key: str) -> bool:
         """Whether there is such a letter."""
@@ -41,12 +43,18 @@ class Mailbox:
     def burn(self, key: str) -> None:
         """Remove a letter that nobody will read any more, if there is one."""
         name = f"{_PREFIX}/{key}"
-        if not self._store.check([name]):
-            return
-        pieces = int(self._store.get(name))
+        pieces = int(self._value(name) or 0)
         for gone in (name, *(f"{name}/{number}" for number in range(pieces))):
             self._store.delete_key(gone)
 
     def count(self, key: str, more: int = 0) -> int:
         """A counter after ``more`` is added to it; 0 at first."""
         return int(self._store.add(f"{_PREFIX}/{key}", more))
+
+    def _value(self, name: str) -> bytes | None:
+        """What is under a name now: the store's own ``get`` waits for one that is not there, for half an hour.
+
+        A comparison with what no value is changes nothing, and answers with the value or, without one, with that.
+        """
+        value = bytes(self._store.compare_set(name, _NOTHING, _NOTHING))
+        return None if value == _NOTHING.encode() else value

@@ -163,10 +163,12 @@ class RankSync:
         self._dense = Job("delta-sync-load", 0, work)
         return {"state": "loading", "target": plan.target.version}
 
-    def audit_begin(self) -> Reply:
-        """Start a full scan; a running one is dropped."""
+    def audit_begin(self, again: bool = False) -> Reply:
+        """Start a full scan; a running one is dropped. ``again``: what the last one found does not count."""
         if self._audit is not None:
             self._audit.cancel()
+        if self.weights.requantised is not None and not again:
+            self.weights.requantised.next_turn()
 
         def work(job: Job[Any]) -> tuple[dict[str, int], str | None]:
             looking = job, self.weights, self._device, lambda: self._generation

@@ -59,7 +59,7 @@ class Requantised:
 
     shadow: Shadow = field(default_factory=Shadow)
     modules: list[Module] = field(default_factory=list)
-    _next: int = 0  # module that the next scan begins with
+    _next: int = 0  # module that the scan begins with
 
     def __bool__(self) -> bool:
         return bool(self.modules)
@@ -74,11 +74,16 @@ class Requantised:
         return [m for m in self.modules if any(builder.changes_any(box.storage) for box in m.loaded.values())]
 
     def turn(self) -> list[Module]:
-        """The modules that are this scan's turn: after ``_SHARE`` scans every one was."""
-        count = -(-len(self.modules) // _SHARE)
-        found = [self.modules[(self._next + i) % len(self.modules)] for i in range(count)]
-        self._next = (self._next + count) % max(1, len(self.modules))
-        return found
+        """The modules that are this scan's turn."""
+        return [self.modules[(self._next + i) % len(self.modules)] for i in range(self._share)]
+
+    def next_turn(self) -> None:
+        """What the scan found counts: after ``_SHARE`` of these every module was looked at."""
+        self._next = (self._next + self._share) % max(1, len(self.modules))
+
+    @property
+    def _share(self) -> int:
+        return -(-len(self.modules) // _SHARE)
 
 
 def made_storage(owner: str, tensor: torch.Tensor) -> LiveStorage:

@@ -97,9 +97,9 @@ class DeltaSyncWorkerExtension:
         return _sync(self).load_dense(plan)
 
     @_answer
-    def delta_sync_audit_begin(self: Any) -> Reply:
-        """Start a full scan in the background."""
-        return _sync(self).audit_begin()
+    def delta_sync_audit_begin(self: Any, again: bool = False) -> Reply:
+        """Start a full scan in the background; ``again``: what the last one found does not count."""
+        return _sync(self).audit_begin(again)
 
     @_answer
     def delta_sync_audit_poll(self: Any) -> Reply:

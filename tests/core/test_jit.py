@@ -1,8 +1,24 @@
-"""The compiled loops also work where numba can keep no cache, as in a read-only install without a home."""
+"""The compiled loops also work where numba can keep no cache: in a read-only install without a home, on a full disk."""
 
+import errno
+import importlib.util
+import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import pytest
+from numba.core.caching import IndexDataCacheFile
+
+LOOPS = """
+from delta_sync.jit import compiled
+
+@compiled
+def more(x):
+    return x + 1
+"""
 SCRIPT = """
 from numba.core import caching
 
@@ -20,3 +36,33 @@ print(delta.positions.tolist(), delta.values.tolist())
 def test_import_and_use_without_a_writable_cache():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "[1] [2]"), done.stderr
+
+
+def load(folder: Path) -> Callable[[int], int]:
+    """The function as a new process would have it."""
+    path = folder / "loops.py"
+    if not path.exists():
+        path.write_text(LOOPS)
+    spec = importlib.util.spec_from_file_location("loops", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: Callable[[int], int] = module.more
+    return found
+
+
+def test_a_full_disk_costs_the_cache_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(IndexDataCacheFile, "_open_for_write", full)
+    assert load(tmp_path)(1) == 2
+
+
+@pytest.mark.parametrize("kind", ["*.nbi", "*.nbc"])
+@pytest.mark.parametrize("left", [0, 20])
+def test_what_a_power_cut_left_of_a_cache_is_no_reason_to_fail(tmp_path: Path, kind: str, left: int) -> None:
+    assert load(tmp_path)(1) == 2
+    [path] = tmp_path.rglob(kind)
+    path.write_bytes(path.read_bytes()[:left])
+    assert load(tmp_path)(1) == 2

@@ -156,7 +156,7 @@ class Rank:
         self.staged, self.committed = None, False
         return {}
 
-    def audit_begin(self) -> dict[str, Any]:
+    def audit_begin(self, again: bool) -> dict[str, Any]:
         return {"state": "running"}
 
     def audit_poll(self) -> dict[str, Any]:

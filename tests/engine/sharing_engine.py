@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
@@ -24,8 +24,12 @@ import torch
 from engine_fakes import SHAPES, Rank
 from vllm.config import ParallelConfig
 
+from delta_sync.errors import NotFoundError
 from delta_sync.ledger import Ledger
+from delta_sync.store.base import ObjectInfo
+from delta_sync.store.local import LocalStore
 from delta_sync.store.open import open_store
+from vllm_delta_plugin import engine_core
 from vllm_delta_plugin.compat.lockstep import Lockstep
 from vllm_delta_plugin.config import ReplicaConfig
 from vllm_delta_plugin.engine_core import DeltaSync, EngineFacts
@@ -33,6 +37,25 @@ from vllm_delta_plugin.engine_core import DeltaSync, EngineFacts
 dist: Any = torch.distributed  # of which torch exports half for type checkers
 INTERVAL = 8  # steps between two meetings
 STEP = 0.002  # seconds
+LATE = 0.7  # seconds
+
+
+class LateStore(LocalStore):
+    """Shows what was written only LATE seconds later, as a store may that is told of changes."""
+
+    def get(self, key: str, *, max_bytes: int) -> bytes:
+        if self._is_new(key):
+            raise NotFoundError(key, expected="an object", got="none yet")
+        return super().get(key, max_bytes=max_bytes)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return (found for found in super().list(prefix) if not self._is_new(found.key))
+
+    def _is_new(self, key: str) -> bool:
+        try:
+            return time.time() - (self.root / key).stat().st_mtime < LATE
+        except FileNotFoundError:
+            return False
 
 
 class Outputs:
@@ -113,6 +136,8 @@ def main() -> None:
     rank = Rank(engine, Ledger(open_store(run)), {n: bits.reshape(SHAPES[n]).copy() for n, bits in weights.items()})
     rank.fail = set(settings["fail"].get(str(engine), ()))
     rank.too_small = "too_small" in rank.fail
+    if "sees late" in rank.fail:
+        engine_core.open_store = LateStore
     may_stage = threading.Event()
     may_stage.set()
     core = Core(engine, engines, port)
@@ -140,11 +165,13 @@ def main() -> None:
         if "busy" in question:
             core.busy = question["busy"]
             core.inputs.put(None)
+        if "damaged" in question:
+            rank.damaged = question["damaged"]
         if "spoil" in question:
             rank.live["w"][0, 0 if engine == 0 else 3] ^= 1
         if "control" in question:
             action, version = question["control"]
-            done = sync.control(action, version, 20.0, False, question["order"])
+            done = sync.control(action, version, question.get("seconds", 20.0), False, question["order"])
             return done.result(30.0)
         if "scan" in question:
             found = sync.tensors(True)
@@ -152,9 +179,15 @@ def main() -> None:
         bits = {name: value.tobytes().hex() for name, value in rank.live.items()}
         return {**sync.status(), "bits": bits, "forwards": core.forwards, "mixed": core.mixed}
 
+    def answered(question: dict[str, Any]) -> Any:
+        try:
+            return answer(question)
+        except Exception as error:  # noqa: BLE001  # the test waits for a line
+            return {"failed": repr(error)}
+
     def questions() -> None:
         for line in sys.stdin:
-            threading.Thread(target=lambda text=line: say(answer(json.loads(text))), daemon=True).start()
+            threading.Thread(target=lambda text=line: say(answered(json.loads(text))), daemon=True).start()
         stop.set()
 
     def say(what: Any) -> None:

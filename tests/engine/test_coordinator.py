@@ -429,6 +429,27 @@ def test_what_is_served_of_quantised_weights_is_made_anew_where_a_scan_finds_dam
     assert replica.executor.equal(trainer.weights)
 
 
+def test_modules_that_a_scan_looked_at_in_vain_are_looked_at_again(trainer, replica_of) -> None:
+    """Of a scan that a commit crosses nothing counts: else some modules' turn would come in such scans only."""
+    trainer.origin()
+    replica = replica_of(audit_commits=4)
+    turns = []
+    for rank in replica.executor.ranks:
+        poll, begin = rank.audit_poll, rank.audit_begin
+        rank.audit_poll = lambda poll=poll: (
+            poll() if replica.executor.calls.count("commit") > 2 else {"state": "running"}
+        )
+        rank.audit_begin = lambda again, begin=begin: [turns.append(again), begin(again)][1]
+    replica.start()
+    replica.wait_version(1)
+    for seed in range(3):  # the second begins a scan, which the third crosses
+        replica.wait_version(trainer.step(seed).version)
+    replica.wait("a scan that counts", lambda s: s["audit"]["completed"] == 1)
+    assert turns == [False, False, True, True]
+    replica.coordinator.scan().result(10)
+    assert turns[4:6] == [False, False]
+
+
 def test_copies_that_drift_apart_are_poison_too(trainer, replica_of) -> None:
     trainer.origin()
     replica = replica_of(audit_commits=2).start()

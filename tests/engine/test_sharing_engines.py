@@ -293,3 +293,47 @@ def test_an_anchor_too_large_to_stage_is_refused_by_name(engines_of: Callable[..
     assert [answer["code"] for answer in answers] == [409, 409]
     assert "engines that share experts load none in place" in answers[0]["error"]
     engines.assert_live(engines.trainer.weights)
+
+
+def test_damage_that_a_round_healed_before_the_others_heard_of_it_is_no_damage_any_more(
+    engines_of: Callable[..., Engines],
+) -> None:
+    """Engine 0 looks at the store for up to a second: what it proposes then is older than the news."""
+    engines = engines_of()
+    engines.wait_version(1)
+    for version in (2, 3):
+        engines.each[1].ask(damaged="layers.0.experts")
+        engines.each[1].ask(scan=True)
+        engines.publish()
+        engines.wait("all healthy", lambda s, version=version: (s["version"], s["state"]) == (version, "live"))
+        engines.assert_live(engines.trainer.weights)
+        found = engines.each[1].ask(scan=True)
+        assert found["version"] == version, "made anew with the version"
+
+
+def test_what_engine_0_saw_first_is_no_refusal(engines_of: Callable[..., Engines]) -> None:
+    """To which a trainer would answer with complete weights."""
+    engines = engines_of(fail={"1": ["sees late"]})
+    engines.wait_version(1)
+    for _ in range(2):
+        found = engines.wait_version(engines.publish())
+        assert [(status["refusals"], status["last_error"]) for status in found] == [(0, None)] * 2
+    data = np.concatenate([engines.trainer.weights[name].ravel() for name in SHAPES]).tobytes()
+    assert engines.trainer.writer.head is not None
+    engines.trainer.anchor(engines.trainer.writer.head, {"w.safetensors": data})
+    answers = engines.all(control=["reload", None], order="order 0")
+    assert [answer["code"] for answer in answers] == [200, 200], answers
+    found = engines.assert_live(engines.trainer.weights)
+    assert [(status["refusals"], status["last_error"]) for status in found] == [(0, None)] * 2
+
+
+def test_a_command_is_answered_in_time_during_a_round(engines_of: Callable[..., Engines]) -> None:
+    engines = engines_of()
+    engines.wait_version(1)
+    engines.each[1].ask(may_stage=False)
+    version = engines.publish()
+    engines.wait("a round", lambda status: status["group"]["round"] == 2)
+    answers = engines.all(control=["pin", None], order="order 0", seconds=0.5)
+    assert [answer["code"] for answer in answers] == [504, 504]
+    engines.each[1].ask(may_stage=True)
+    engines.wait_version(version)

@@ -26,6 +26,7 @@ from vllm_delta_plugin.live_storage import LiveStorage, live_storage
 from vllm_delta_plugin.refusals import check_config
 from vllm_delta_plugin.regions import make_region
 from vllm_delta_plugin.rehearsal import rehearse
+from vllm_delta_plugin.requantised import Module, Requantised
 from vllm_delta_plugin.staged import StageBuilder, StageTooLargeError, Update
 
 
@@ -252,3 +253,15 @@ def test_settings_that_change_what_lives_in_memory_are_refused(changes: dict[str
     check_config(config(speculative_config=Space(method="ngram")))
     with pytest.raises(MappingError, match=what):
         check_config(config(**changes))
+
+
+def test_every_module_comes_to_its_turn_in_scans_that_count() -> None:
+    modules = [Module(str(number), dict, {}, frozenset(), {}) for number in range(13)]
+    requantised = Requantised(modules=modules)
+    seen: set[str] = set()
+    for _ in range(8):
+        requantised.next_turn()
+        turn = [module.name for module in requantised.turn()]
+        assert turn == [module.name for module in requantised.turn()], "the same again, of one that did not count"
+        seen.update(turn)
+    assert len(seen) == len(modules)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from delta_sync.errors import DeltaSyncError
-from delta_sync.ledger import Ledger
+from delta_sync.ledger import AnchorRef, Ledger
 from delta_sync.plan import Plan
-from vllm_delta_plugin.damaged_anchors import DamagedAnchors, is_of_anchor, names_anchor
+from vllm_delta_plugin.damaged_anchors import NO_WAY, DamagedAnchors, is_of_anchor, names_anchor
 from vllm_delta_plugin.engine_commit import RolledBack
 from vllm_delta_plugin.live import Live
 from vllm_delta_plugin.log import logger
@@ -32,7 +34,7 @@ class Fallback:
             return False
         began = self._live.position
         with self._status.keeping_refusal():
-            self._search(*_narrowed(refused, plan, error))
+            self._search(*_narrowed(refused, None if self._leads_on(refused, plan) else plan, error))
         at = self._live.position
         if at is None or at == began:
             return False
@@ -65,11 +67,20 @@ class Fallback:
             else:
                 target = (self._reached + failed) // 2
 
+    def _leads_on(self, refused: int, plan: Plan | None) -> bool:
+        """Whether what is live leads to a version before ``refused``, of which a plan from an anchor says nothing."""
+        if plan is None or plan.start != "anchor" or self._live.lost:
+            return False
+        try:
+            return self._plan(refused - 1, without=self._ledger.anchors()) is not None
+        except NO_WAY:
+            return False
+
     @property
     def _reached(self) -> int:
         return 0 if self._live.position is None else self._live.position.version
 
-    def _plan(self, version: int) -> Plan | None:
+    def _plan(self, version: int, without: Collection[AnchorRef] | None = None) -> Plan | None:
         target, live = self._ledger.newest_below(version + 1), self._live
         if target is None:
             return None
@@ -79,7 +90,7 @@ class Fallback:
             prefer_anchor=live.lost,
             use_folds=False,
             target=target,
-            without=self._damaged.found,
+            without=self._damaged.found if without is None else without,
         )
 
 

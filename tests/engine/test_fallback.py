@@ -355,3 +355,26 @@ def test_nothing_to_fall_back_to_is_searched_for_once(trainer: Publisher, replic
     turns(replica, lambda s: s["version"] == 1)
     assert replica.executor.equal(start)
     trainer.weights = newest
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_damage_of_an_anchor_says_nothing_of_what_lies_between_it_and_the_live_weights(
+    trainer: Publisher, replica_of: Make, weights: Any, follows: bool
+) -> None:
+    """An object was deleted, so an anchor is tried next: that the anchors are damaged too leaves the deltas before it.
+
+    ``follows``: the replica serves version 1 already; else it only has its bits.
+    """
+    trainer.origin()
+    replica = replica_of(weights)
+    if follows:
+        turns(replica, lambda s: s["version"] == 1)
+    anchor(trainer, trainer.step(1) if follows else trainer.ledger.manifest(1))
+    spoil_anchor(trainer, 2 if follows else 1)
+    if not follows:
+        trainer.step(1)
+    trainer.step(2)
+    good = bits(trainer)
+    trainer.ledger.store.delete(trainer.step(3).objects[0].key)
+    replica.start()
+    refused_at(replica, 3, 4, good)

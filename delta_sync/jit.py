@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, TypeVar, cast
 
@@ -22,10 +25,25 @@ def compiled(function: Function) -> Function:
         dispatcher: Any = numba.njit(function, cache=True, nogil=True)
     except RuntimeError:
         return cast(Function, numba.njit(function, nogil=True))
+    kept = getattr(dispatcher, "_cache", None)
     for name in ("load_overload", "save_overload"):
-        if hasattr(getattr(dispatcher, "_cache", None), name):
-            setattr(dispatcher._cache, name, _if_possible(getattr(dispatcher._cache, name)))
+        if hasattr(kept, name):
+            setattr(kept, name, _if_possible(getattr(kept, name)))
+    file = getattr(kept, "_cache_file", None)
+    if file is not None and hasattr(file, "_source_stamp"):
+        file._source_stamp = (file._source_stamp, _sources())
     return cast(Function, dispatcher)
+
+
+@cache
+def _sources() -> str:
+    """A hash of the files with compiled loops: what numba keeps is used while all are the same.
+
+    Numba itself looks at the file of a loop only, and not at those of functions that are compiled into it: after an
+    upgrade it would go on with the old ones.
+    """
+    sources = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return blake2b(b"".join(source for source in sources if b"delta_sync.jit" in source)).hexdigest()
 
 
 def _if_possible(use: Callable[..., Any]) -> Callable[..., Any]:

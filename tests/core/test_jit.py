@@ -1,4 +1,4 @@
-"""The compiled loops also work where numba can keep no cache: in a read-only install without a home, on a full disk."""
+"""What numba keeps of compiled loops: nothing depends on it, and an upgrade leaves none of it in use."""
 
 import errno
 import importlib.util
@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from numba.core.caching import IndexDataCacheFile
+
+from delta_sync import jit
 
 LOOPS = """
 from delta_sync.jit import compiled
@@ -66,3 +68,16 @@ def test_what_a_power_cut_left_of_a_cache_is_no_reason_to_fail(tmp_path: Path, k
     [path] = tmp_path.rglob(kind)
     path.write_bytes(path.read_bytes()[:left])
     assert load(tmp_path)(1) == 2
+
+
+def test_what_was_kept_is_used_until_any_file_with_loops_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept() -> bool:
+        more: Any = load(tmp_path)
+        assert more(1) == 2
+        return bool(more.stats.cache_hits)
+
+    assert [kept(), kept()] == [False, True]
+    monkeypatch.setattr(jit, "_sources", lambda: "those of another release")
+    assert [kept(), kept()] == [False, True]

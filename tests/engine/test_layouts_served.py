@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.publish import Publisher
 from helpers.server import ServerDied, VllmServer
-from helpers.stream import open_stream
+from helpers.stream import OpenStreams
 from helpers.tiny_models import build
 
 pytestmark = [pytest.mark.long, pytest.mark.rare]
@@ -35,20 +35,12 @@ def test_streams_go_on_over_commits_and_bits_are_equal(
     trainer, starting = followed(tmp_path, architecture, *args)
     with starting as server:
         server.wait_version(1)
-        ended, running = [], [open_stream(server, range(20 + i, 50 + i), 1900) for i in range(4)]
-        for stream in running:
-            stream.wait_tokens(5)
+        streams = OpenStreams(server, [range(20 + i, 50 + i) for i in range(4)], 1900)
         for seed in range(COMMITS):
             newest = trainer.step(seed, 0.05)
             server.wait_version(newest.version)
-            for i, stream in enumerate(running):
-                if stream.finish_reason is not None or stream.error is not None:
-                    ended.append(stream)
-                    running[i] = open_stream(server, range(20 + i, 50 + i), 1900)
-        for stream in (*ended, *running):
-            assert (stream.join().error, stream.tokens) == (None, 1900)
-        versions = [len(stream.usage["delta_sync"]["choices"][0]) for stream in (*ended, *running)]
-        assert max(versions) > 1, "streams must run while weights change"
+            streams.renew()
+        streams.join()
         assert server.get("/delta_sync/tensors?scan=1")["state_digest"] == newest.state_digest
         status = server.status()
         each = status.get("engines", [status])  # all have scanned

@@ -10,7 +10,7 @@ import pytest
 from helpers import cpu_exchange
 from helpers.publish import Publisher
 from helpers.server import VllmServer
-from helpers.stream import open_stream
+from helpers.stream import OpenStreams, open_stream
 from helpers.tiny_models import build
 
 pytestmark = pytest.mark.long
@@ -31,15 +31,11 @@ def test_streams_go_on_and_both_engines_commit_at_one_pass(tmp_path: Path) -> No
     trainer, starting = followed(tmp_path, "--enable-expert-parallel")
     with starting as server:
         server.wait_version(1)
-        streams = [open_stream(server, [20 + i] * 30, TOKENS) for i in range(4)]
-        for stream in streams:
-            stream.wait_tokens(5)
+        streams = OpenStreams(server, [[20 + i] * 30 for i in range(4)], TOKENS)
         for seed in range(COMMITS):
             _take(trainer, server, seed)
-        assert any(stream.finish_reason is None for stream in streams), "one must still run at the last commit"
-        for stream in streams:
-            assert (stream.join().error, stream.tokens) == (None, TOKENS)
-            assert stream.usage["delta_sync"]["versions"] == list(range(1, COMMITS + 2))
+            streams.renew()
+        streams.join()
         _take(trainer, server, COMMITS)  # idle: woken for it
         for name, bits in trainer.weights.items():
             assert _held(server, name) == {bits.tobytes()}, name

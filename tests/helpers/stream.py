@@ -30,6 +30,11 @@ class Stream:
         return len(self.ids)
 
     @property
+    def ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    @property
     def longest_gap(self) -> float:
         """Seconds between two chunks, at most."""
         return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
@@ -38,7 +43,7 @@ class Stream:
         """Until ``count`` tokens arrived; AssertionError at the deadline or if the stream ended before."""
         deadline = time.monotonic() + timeout
         while self.tokens < count:
-            if self._thread is not None and not self._thread.is_alive() and self.tokens < count:
+            if self.ended and self.tokens < count:
                 raise AssertionError(f"stream ended after {self.tokens} of {count} tokens: {self.error}")
             if time.monotonic() > deadline:
                 raise AssertionError(f"{self.tokens} of {count} tokens after {timeout:g} s")
@@ -51,6 +56,35 @@ class Stream:
             if self._thread.is_alive():
                 raise AssertionError(f"stream still open after {timeout:g} s, {self.tokens} tokens")
         return self
+
+
+class OpenStreams:
+    """Streams that are open whenever it matters: one that has ended makes room for another with the same prompt."""
+
+    def __init__(self, server: VllmServer, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        self._server, self._prompts, self._max_tokens = server, prompts, max_tokens
+        self._ended: list[Stream] = []
+        self._running = [open_stream(server, prompt, max_tokens) for prompt in prompts]
+        for stream in self._running:
+            stream.wait_tokens(5)
+
+    def renew(self) -> None:
+        """To be called between commits, which take as long as they take."""
+        for i, stream in enumerate(self._running):
+            if stream.ended:
+                self._ended.append(stream)
+                self._running[i] = open_stream(self._server, self._prompts[i], self._max_tokens)
+
+    def join(self) -> None:
+        """Until all have ended; AssertionError unless each was whole, of versions in turn, and one crossed a commit."""
+        crossed = 0
+        for stream in (*self._ended, *self._running):
+            assert (stream.join().error, stream.tokens) == (None, self._max_tokens)
+            [spans] = stream.usage["delta_sync"]["choices"]
+            versions = [span["version"] for span in spans]
+            assert versions == list(range(versions[0], versions[0] + len(versions)))
+            crossed += len(versions) > 1
+        assert crossed, "no stream was open while a version was taken"
 
 
 def open_stream(server: VllmServer, prompt: Sequence[int], max_tokens: int, **more: Any) -> Stream:

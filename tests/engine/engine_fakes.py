@@ -22,6 +22,7 @@ from vllm_delta_plugin.chain import undone
 from vllm_delta_plugin.proof import MASK, Region
 
 ROWS, COLUMNS = 4, 6
+ANSWER = "answer: "  # what a line of an engine's process begins with: vLLM 0.27 writes its log to stdout too
 SHAPES = {"w": (ROWS, COLUMNS), "norm": (COLUMNS,)}
 KEYS = [
     {"w": f"w|0|({COLUMNS}, 1)|({ROWS}, 3)", "norm": f"norm|0|(1,)|({COLUMNS},)"},

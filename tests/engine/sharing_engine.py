@@ -2,7 +2,7 @@
 
 Usage: sharing_engine.py ENGINE ENGINES PORT RUN SETTINGS. It makes steps as vLLM's DPEngineCoreProc does, each of them
 a collective in which the engines compare the bits they compute with; one line of JSON on stdin is one question, one
-line on stdout its answer.
+line on stdout, among those of vLLM's log, its answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from engine_fakes import SHAPES, Rank
+from engine_fakes import ANSWER, SHAPES, Rank
 from vllm.config import ParallelConfig
 
 from delta_sync.errors import NotFoundError
@@ -191,7 +191,7 @@ def main() -> None:
         stop.set()
 
     def say(what: Any) -> None:
-        print(json.dumps(what), flush=True)
+        print(f"{ANSWER}{json.dumps(what)}", flush=True)
 
     threading.Thread(target=questions, daemon=True).start()
     say("ready")

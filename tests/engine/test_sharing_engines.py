@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_fakes import SHAPES, Weights
+from engine_fakes import ANSWER, SHAPES, Weights
 from helpers.publish import Publisher
 from helpers.server import QUIET_CPU, free_port
 
@@ -42,9 +42,10 @@ class Engine:
 
     def receive(self) -> Any:
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, self.log.read_text()[-3000:]
-        return json.loads(line)
+        for line in self.process.stdout:
+            if line.startswith(ANSWER):
+                return json.loads(line.removeprefix(ANSWER))
+        raise AssertionError(self.log.read_text()[-3000:])
 
     def ask(self, **question: Any) -> Any:
         self.send(**question)

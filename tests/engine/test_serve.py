@@ -22,7 +22,7 @@ from helpers.otlp import Collector, collector
 from helpers.publish import Publisher
 from helpers.scrape import parse, scrape
 from helpers.server import QUIET_CPU, VllmServer
-from helpers.stream import open_stream
+from helpers.stream import OpenStreams, open_stream
 from helpers.tiny_models import build
 
 from delta_sync.ack import Ack
@@ -115,17 +115,13 @@ def said(world: World, wanted: Callable[[Ack], bool], timeout: float = 30) -> Ac
     return ack
 
 
-def test_a_stream_goes_on_over_three_commits(world: World) -> None:
-    stream = open_stream(world.server, PROMPT[:30], 1900)
-    stream.wait_tokens(10)
-    seen = []
+def test_streams_go_on_over_three_commits(world: World) -> None:
+    streams = OpenStreams(world.server, [PROMPT[:30]], 1900)
     for seed in range(3):
         version = world.trainer.step(seed, 0.05).version
         world.server.wait_version(version)
-        seen.append(stream.tokens)
-    stream.join()
-    assert (stream.error, stream.finish_reason, stream.tokens) == (None, "length", 1900)
-    assert seen[-1] < 1900, "the stream must still be open at the last commit"
+        streams.renew()
+    streams.join()
     status = world.server.status()
     assert status["commits"] == 3
     numbers = said(world, lambda ack: ack.version == status["version"]).performance

@@ -39,8 +39,7 @@ def test_streams_go_on_over_commits_and_bits_are_equal(
         for seed in range(COMMITS):
             newest = trainer.step(seed, 0.05)
             server.wait_version(newest.version)
-            streams.renew()
-        streams.join()
+        streams.join(crossing=range(1, COMMITS + 1))
         assert server.get("/delta_sync/tensors?scan=1")["state_digest"] == newest.state_digest
         status = server.status()
         each = status.get("engines", [status])  # all have scanned

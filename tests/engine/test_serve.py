@@ -116,12 +116,11 @@ def said(world: World, wanted: Callable[[Ack], bool], timeout: float = 30) -> Ac
 
 
 def test_streams_go_on_over_three_commits(world: World) -> None:
-    streams = OpenStreams(world.server, [PROMPT[:30]], 1900)
+    streams = OpenStreams(world.server, [PROMPT[:30], PROMPT[:20]], 1900)
     for seed in range(3):
         version = world.trainer.step(seed, 0.05).version
         world.server.wait_version(version)
-        streams.renew()
-    streams.join()
+    streams.join(crossing=range(1, 4))
     status = world.server.status()
     assert status["commits"] == 3
     numbers = said(world, lambda ack: ack.version == status["version"]).performance

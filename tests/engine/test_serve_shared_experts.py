@@ -34,8 +34,7 @@ def test_streams_go_on_and_both_engines_commit_at_one_pass(tmp_path: Path) -> No
         streams = OpenStreams(server, [[20 + i] * 30 for i in range(4)], TOKENS)
         for seed in range(COMMITS):
             _take(trainer, server, seed)
-            streams.renew()
-        streams.join()
+        streams.join(crossing=range(1, COMMITS + 1))
         _take(trainer, server, COMMITS)  # idle: woken for it
         for name, bits in trainer.weights.items():
             assert _held(server, name) == {bits.tobytes()}, name

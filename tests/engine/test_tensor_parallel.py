@@ -43,13 +43,13 @@ def test_one_failing_rank_takes_both_back_and_streams_go_on(followed: tuple[Vllm
     server.wait_version(1)
     old = {name: bits.tobytes() for name, bits in trainer.weights.items()}
     before = server.complete(range(30, 60), 16)["text"]
-    streams = OpenStreams(server, [range(20, 50)], 1900)
+    streams = OpenStreams(server, [range(20, 50), range(21, 51)], 1900)
 
     newest = trainer.step(1, 0.05)
     status = server.wait_status("two rollbacks", lambda s: s["rollbacks"] >= 2)
     assert (status["version"], status["state"], status["lag"]) == (1, "live", 1)
     assert "rank 1" in status["last_error"]["error"]
-    streams.renew()
+    streams.wait_more()
     assert read_all(server, trainer, 1) == old
     assert server.complete(range(30, 60), 16)["text"] == before
     assert server.status()["version"] == 1, "the checks above must have happened before the retry succeeded"
@@ -57,7 +57,7 @@ def test_one_failing_rank_takes_both_back_and_streams_go_on(followed: tuple[Vllm
     status = server.wait_version(newest.version)
     assert (status["rollbacks"], status["commits"]) == (TIMES, 1)
     assert read_all(server, trainer, 2) == {name: bits.tobytes() for name, bits in trainer.weights.items()}
-    streams.join(crossing=False)  # nothing is seen of what failed
+    streams.join(crossing=[1])
 
 
 def test_later_versions_and_anchors_reach_both_ranks(followed: tuple[VllmServer, Publisher]) -> None:

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from helpers.server import VllmServer
 class Stream:
     """Start with ``open_stream``; ``tokens`` grows while it runs; ``error`` stays None if it ended by itself."""
 
+    asked: int = 0
     ids: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     finish_reason: str | None = None
@@ -59,32 +60,55 @@ class Stream:
 
 
 class OpenStreams:
-    """Streams that are open whenever it matters: one that has ended makes room for another with the same prompt."""
+    """Streams that are open at any moment until ``join``: where one ends, the next with its prompt begins at once.
+
+    However fast a server is and however long commits take, each commit falls into one of two or more: the first are of
+    different lengths, so that they don't end together.
+    """
 
     def __init__(self, server: VllmServer, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-        self._server, self._prompts, self._max_tokens = server, prompts, max_tokens
-        self._ended: list[Stream] = []
-        self._running = [open_stream(server, prompt, max_tokens) for prompt in prompts]
-        for stream in self._running:
+        self._server, self._max_tokens, self._enough = server, max_tokens, threading.Event()
+        count = len(prompts)
+        self._all = [open_stream(server, p, max_tokens * (i + 1) // count) for i, p in enumerate(prompts)]
+        for stream in self._all:
             stream.wait_tokens(5)
+        pairs = zip(prompts, list(self._all), strict=True)
+        self._threads = [threading.Thread(target=self._go_on, args=pair, daemon=True) for pair in pairs]
+        for thread in self._threads:
+            thread.start()
 
-    def renew(self) -> None:
-        """To be called between commits, which take as long as they take."""
-        for i, stream in enumerate(self._running):
-            if stream.ended:
-                self._ended.append(stream)
-                self._running[i] = open_stream(self._server, self._prompts[i], self._max_tokens)
+    @property
+    def tokens(self) -> int:
+        """Tokens of all of them so far."""
+        return sum(stream.tokens for stream in self._all)
 
-    def join(self, crossing: bool = True) -> None:
-        """Until all have ended; AssertionError unless each is whole, of versions in turn, one ``crossing`` a commit."""
-        crossed = 0
-        for stream in (*self._ended, *self._running):
-            assert (stream.join().error, stream.tokens) == (None, self._max_tokens)
+    def wait_more(self, timeout: float = 60.0) -> None:
+        """Until tokens come that were not there at the call; AssertionError at the deadline."""
+        before, deadline = self.tokens, time.monotonic() + timeout
+        while self.tokens == before:
+            assert time.monotonic() < deadline, f"no token after {before} in {timeout:g} s"
+            time.sleep(0.01)
+
+    def join(self, crossing: Iterable[int] = ()) -> None:
+        """Until all have ended; AssertionError unless each is whole, its versions one after the other, and from each of
+        ``crossing`` to the version after it at least one stream goes on."""
+        self._enough.set()
+        for thread in self._threads:
+            thread.join()
+        crossed: set[int] = set()
+        for stream in self._all:
+            assert (stream.join().error, stream.tokens) == (None, stream.asked)
+            assert stream.finish_reason == "length"
             [spans] = stream.usage["delta_sync"]["choices"]
             versions = [span["version"] for span in spans]
             assert versions == list(range(versions[0], versions[0] + len(versions)))
-            crossed += len(versions) > 1
-        assert crossed or not crossing, "no stream was open while a version was taken"
+            crossed.update(versions[:-1])
+        assert crossed >= set(crossing), f"streams went on from versions {sorted(crossed)} only"
+
+    def _go_on(self, prompt: Sequence[int], stream: Stream) -> None:
+        while stream.join().error is None and not self._enough.is_set():
+            stream = open_stream(self._server, prompt, self._max_tokens)
+            self._all.append(stream)
 
 
 def open_stream(server: VllmServer, prompt: Sequence[int], max_tokens: int, **more: Any) -> Stream:
@@ -96,7 +120,7 @@ def open_stream(server: VllmServer, prompt: Sequence[int], max_tokens: int, **mo
         json.dumps({**body, **more}).encode(),
         {"Content-Type": "application/json", **server.headers},
     )
-    stream = Stream()
+    stream = Stream(max_tokens)
     stream._thread = threading.Thread(target=_read, args=(stream, request), daemon=True)
     stream._thread.start()
     return stream

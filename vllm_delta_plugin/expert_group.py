@@ -142,9 +142,8 @@ class ExpertGroup:
         self._base = base
         if not self.leads:
             return
-        self._begin(
-            self._box.count("round") + 1, self._seconds
-        )  # not one more than here: an earlier try may have failed
+        # One more than the others know of, and not than here: an earlier try may have failed half way.
+        self._begin(self._box.count("round") + 1, self._seconds)
         target, folds = plan.target, any(not hasattr(step, "parent") for step in plan.deltas)
         anchor = None if plan.anchor is None else (plan.anchor.version, plan.anchor.epoch)
         place = (self._round, target.version, target.sha256, plan.start, anchor, folds)

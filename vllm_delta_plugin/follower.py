@@ -120,7 +120,8 @@ class Follower(Coordinator):
 
         That is no refusal: it says nothing about the version, and a trainer would answer with complete weights.
         """
-        deadline, pause = time.monotonic() + min(_COMES, proposal.seconds), _LOOK
+        seconds, pause = min(_COMES, proposal.seconds), _LOOK
+        deadline = time.monotonic() + seconds
         while True:
             anchors = self._ledger.anchors() if proposal.anchor else []
             try:
@@ -131,7 +132,7 @@ class Follower(Coordinator):
                 if time.monotonic() > deadline or self._stop.wait(pause):
                     raise StoreError(
                         f"version {proposal.version} as engine 0 proposes it",
-                        expected=f"to be seen here within {_COMES:g} s",
+                        expected=f"to be seen here within {seconds:g} s",
                         got=str(error),
                         remedy="look at whether all engines see the same store",
                     ) from error

@@ -1,4 +1,4 @@
-"""The three passes over live weights on a GPU, in Triton: swap staged bits in, make them from steps, digest.
+"""The three passes over live weights on a GPU, in Triton: flip staged bits, make them from steps, digest.
 
 Import this module only where Triton is installed (it comes with every CUDA build of PyTorch).
 """
@@ -16,7 +16,8 @@ import triton.language as tl
 if TYPE_CHECKING:
     from vllm_delta_plugin.regions import Region
 
-BLOCK = 256  # two elements a thread: the swap of an 8B model took 4.0 ms, 4.5 with eight (H200)
+BLOCK = 256
+FLIP_WARPS = 8  # an element a thread
 # A row of the stage kernels' table, int64 [24]: the storage's address, the tensor's digest key, 1 if bits are given
 # instead of steps, the region's first position and first live element, four source strides, four live strides, four
 # sizes (13 to 16); for coded changes (17 to 21) also which change of the group is the tensor's first, and the one
@@ -28,15 +29,19 @@ MAX_DIMS = 4  # of a region that these kernels take
 
 
 @triton.jit(do_not_specialize=["count"])
-def exchange(addresses, staged, count, BLOCK: tl.constexpr):
-    """Staged bits and the bits at absolute ``addresses`` (int64 ``[count]``) change places."""
+def flip(addresses, staged, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Flip at absolute ``addresses`` (int64 ``[count]``) the bits that are set in ``staged``; once more undoes it.
+
+    The memory's cache does it, in words of four bytes: nothing is read back. Reading and writing an 8B model's 75.7 M
+    elements took 4.1 ms, this 3.1 (H200), as long as writing alone.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
-    live = tl.load(addresses + at, mask=mask, other=0).to(staged.dtype)
-    new = tl.load(staged + at, mask=mask)
-    old = tl.load(live, mask=mask)
-    tl.store(live, new, mask=mask)
-    tl.store(staged + at, old, mask=mask)
+    address = tl.load(addresses + at, mask=mask, other=0)
+    bits = tl.load(staged + at, mask=mask, other=0).to(tl.int32)
+    if WIDTH < 32:
+        bits = (bits & ((1 << WIDTH) - 1)) << ((address & 3) * 8).to(tl.int32)
+    tl.atomic_xor((address & -4).to(tl.pointer_type(tl.int32)), bits, mask=mask, sem="relaxed")
 
 
 @triton.jit
@@ -117,7 +122,7 @@ def stage_coded(
     new = _stepped(old, tl.where(negative != 0, ~size, size + 1), WIDTH)
     out = tl.load(piece + 19) + at - begin
     tl.store(addresses + out, address, mask=mask)
-    tl.store(staged + out, new.to(staged.dtype.element_ty), mask=mask)
+    tl.store(staged + out, (new ^ old).to(staged.dtype.element_ty), mask=mask)
 
     change = _factor(position, tl.load(piece + 1).to(tl.uint64)) * (new - old).to(tl.uint64)
     tl.atomic_add(sums + number, tl.sum(tl.where(inside, change.to(tl.int64), 0)))
@@ -128,7 +133,7 @@ def stage_coded(
 
 @triton.jit
 def stage(relative, addresses, staged, programs, pieces, sums, counts, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Turn positions into addresses, and steps in place into absolute bits, and sum up what would change.
+    """Turn positions into addresses, and steps in place into bits to flip, and sum up what would change.
 
     One program handles changes ``[first, stop)`` of one piece, as ``programs`` (int64 ``[grid, 3]``) says. A piece is a
     run of changes of one encoding to one region: see PIECE. ``relative`` (uint32): positions after the region's first.
@@ -149,7 +154,7 @@ def stage(relative, addresses, staged, programs, pieces, sums, counts, WIDTH: tl
     given = tl.load(staged + at, mask=mask, other=0).to(tl.int64) & ALL
     new = tl.where(tl.load(piece + 2) != 0, given, _stepped(old, given, WIDTH))
     tl.store(addresses + at, address, mask=mask)
-    tl.store(staged + at, new.to(staged.dtype.element_ty), mask=mask)
+    tl.store(staged + at, (new ^ old).to(staged.dtype.element_ty), mask=mask)
 
     change = _factor(position, tl.load(piece + 1).to(tl.uint64)) * (new - old).to(tl.uint64)
     tl.atomic_add(sums + number, tl.sum(tl.where(mask, change.to(tl.int64), 0)))

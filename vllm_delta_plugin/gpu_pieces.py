@@ -15,7 +15,7 @@ from vllm_delta_plugin.regions import Region
 
 @dataclass(frozen=True)
 class OnDevice:
-    """Staged bits (signed ``[n]``) and the absolute addresses (int64 ``[n]``) they belong to, of one element width."""
+    """Bits to flip (signed ``[n]``) at absolute addresses (int64 ``[n]``), all distinct, of one element width."""
 
     addresses: torch.Tensor
     staged: torch.Tensor

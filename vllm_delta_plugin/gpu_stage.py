@@ -113,8 +113,9 @@ class GpuStageBuilder(StageBuilder):
     def add_made(self, storage: int, index: torch.Tensor, bits: torch.Tensor) -> None:
         """See StageBuilder; nothing leaves the GPU."""
         self._grow(index.nbytes + bits.nbytes)
-        address = self.weights.storages[storage].bits.data_ptr() + index * bits.element_size()
-        self._made.setdefault(bits.element_size(), []).append(OnDevice(address, bits))
+        live = self.weights.storages[storage].bits
+        address = live.data_ptr() + index * live.element_size()
+        self._made.setdefault(live.element_size(), []).append(OnDevice(address, bits ^ live[index]))
 
     def _add_pieces(self, width: int, pieces: Sequence[Piece]) -> None:
         if not pieces:

@@ -1,11 +1,13 @@
-"""The swap on a GPU: one launch per element width, over absolute addresses, so storages need no loop."""
+"""The swap on a GPU: what is staged are the bits that differ, and flipping them twice leaves live bits as they were.
+
+One launch per element width, over absolute addresses, so storages need no loop.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from vllm_delta_plugin.live_storage import HAS_TRITON
@@ -13,7 +15,7 @@ from vllm_delta_plugin.staged import StageBuilder, Update
 from vllm_delta_plugin.transfer import to_device
 
 if HAS_TRITON:
-    from vllm_delta_plugin.gpu_kernels import BLOCK, exchange
+    from vllm_delta_plugin.gpu_kernels import BLOCK, FLIP_WARPS, flip
     from vllm_delta_plugin.gpu_pieces import OnDevice
     from vllm_delta_plugin.gpu_stage import GpuStageBuilder
 
@@ -33,7 +35,7 @@ class GpuSwap:
         stream = torch.cuda.current_stream()
         stream.wait_event(self._ready)
         for group in self._groups:
-            group.exchange(stream)
+            group.flip(stream)
         self._committed.record(stream)
 
 
@@ -41,25 +43,25 @@ class _TritonGroup:
     def __init__(self, ready: OnDevice) -> None:
         self._ready = ready
 
-    def exchange(self, stream: Any) -> None:
+    def flip(self, stream: Any) -> None:
         addresses, staged = self._ready.addresses, self._ready.staged
         addresses.record_stream(stream)
         staged.record_stream(stream)
         count = staged.numel()
-        exchange[(-(-count // BLOCK),)](addresses, staged, count, BLOCK=BLOCK)
+        flip[(-(-count // BLOCK),)](
+            addresses, staged, count, WIDTH=8 * staged.element_size(), BLOCK=BLOCK, num_warps=FLIP_WARPS
+        )
 
 
 class _TorchGroup:
     def __init__(self, updates: Sequence[Update], device: torch.device) -> None:
-        self.items = [(u.storage.bits, to_device(u.index, device), to_device(_signed(u.bits), device)) for u in updates]
+        self._items = [(update.storage.bits, *_uploaded(update, device)) for update in updates]
 
-    def exchange(self, stream: Any) -> None:
-        for live, index, staged in self.items:
+    def flip(self, stream: Any) -> None:
+        for live, index, staged in self._items:
             index.record_stream(stream)
             staged.record_stream(stream)
-            old = live[index]
-            live.index_put_((index,), staged)
-            staged.copy_(old)
+            live.index_put_((index,), live[index] ^ staged)
 
 
 def _groups(builder: StageBuilder, device: torch.device) -> list[Any]:
@@ -67,20 +69,23 @@ def _groups(builder: StageBuilder, device: torch.device) -> list[Any]:
     if not HAS_TRITON:
         return [_TorchGroup(updates, device)]
     ready = list(builder.on_device) if isinstance(builder, GpuStageBuilder) else []
-    return [_TritonGroup(group) for group in [*ready, *(_uploaded(same, device) for same in _by_width(updates))]]
+    return [_TritonGroup(group) for group in [*ready, *(_joined(same, device) for same in _by_width(updates))]]
 
 
-def _uploaded(updates: Sequence[Update], device: torch.device) -> OnDevice:
+def _joined(updates: Sequence[Update], device: torch.device) -> OnDevice:
     width = updates[0].storage.dtype.itemsize
-    addresses = np.concatenate([u.storage.bits.data_ptr() + u.index * width for u in updates])
-    staged = _signed(np.concatenate([u.bits for u in updates]))
-    return OnDevice(to_device(addresses, device), to_device(staged, device))
+    parts = [(update.storage.bits.data_ptr(), *_uploaded(update, device)) for update in updates]
+    addresses = torch.cat([begin + index * width for begin, index, _ in parts])
+    return OnDevice(addresses, torch.cat([staged for _, _, staged in parts]))
+
+
+def _uploaded(update: Update, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the update's elements are in their storage (int64 ``[n]``), and in which bits they differ from it."""
+    index = to_device(update.index, device)
+    bits = to_device(update.bits.view(f"<i{update.bits.itemsize}"), device)
+    return index, bits ^ update.storage.bits[index]
 
 
 def _by_width(updates: Sequence[Update]) -> list[list[Update]]:
     widths = sorted({u.storage.dtype.itemsize for u in updates})
     return [[u for u in updates if u.storage.dtype.itemsize == width] for width in widths]
-
-
-def _signed(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return bits.view(f"<i{bits.itemsize}")

@@ -1,19 +1,23 @@
 """Fifty commits under load on two cards, in every way that splits a model: bits, answers and streams must come through.
 
-Usage: python benchmarks/gpu/two_cards.py [--layout moe-tp2 --layout pp2 …] [--versions 50] [--streams 16]
+Usage: python benchmarks/gpu/two_cards.py [--layout moe-tp2 …] [--versions 50] [--streams 16] [--at-once 1]
 
 Each layout is a stock ``vllm serve`` of a random model, followed while streams decode. At the end the live bits are
 read out of every rank and digested, and must be the trainer's; greedy answers must be those of a fresh server with the
-same layout that loads the trainer's last weights. One JSON object a layout; exits with 1 if anything differed.
+same layout that loads the trainer's last weights. One JSON object a layout; exits with 1 if anything differed. Layouts
+that run at once share the cards and the host, so that their times say little.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +32,18 @@ from helpers.server import VllmServer  # noqa: E402
 from helpers.tiny_models import COMMON, write_tokenizer  # noqa: E402
 from streams import Streams  # noqa: E402
 
-TP2, PP2 = ("-tp", "2"), ("-pp", "2")
+TP2, PP2, DP2 = ("-tp", "2"), ("-pp", "2"), ("--data-parallel-size", "2")
+EP = "--enable-expert-parallel"
 LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "dense-tp2": ("llama", TP2),
     "dense-pp2": ("llama", PP2),
     "moe-tp2": ("qwen3_moe", TP2),
-    "moe-ep2": ("qwen3_moe", (*TP2, "--enable-expert-parallel")),
+    "moe-ep2": ("qwen3_moe", (*TP2, EP)),
     "moe-pp2": ("qwen3_moe", PP2),
+    "dense-dp2": ("llama", DP2),
+    "moe-dp2": ("qwen3_moe", DP2),
+    "moe-dp2-ep": ("qwen3_moe", (*DP2, EP)),
+    "fp8-tp2": ("llama", (*TP2, "--quantization", "fp8")),
 }
 SIZE = COMMON | {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
 
@@ -61,7 +70,7 @@ def measure(layout: str, args: argparse.Namespace, place: Path) -> dict[str, Any
     base = build(place / "base", architecture)
     trainer = Publisher.of_checkpoint(str(place / "run"), base)
     options = ("--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64", *SERVE_ARGS, *parallel)
-    options = (*options, "--gpu-memory-utilization", "0.3")
+    options = (*options, "--kv-cache-memory-bytes", str(4 << 30))  # profiling bears no neighbours
     logs = args.logs or place
     with VllmServer(base, logs / f"{layout}.log", ("--delta-sync", str(place / "run")), base=options) as server:
         trainer.origin()
@@ -87,8 +96,9 @@ def measure(layout: str, args: argparse.Namespace, place: Path) -> dict[str, Any
         greedy = answers == [fresh.complete(prompt, 32)["text"] for prompt in PROMPTS]
     return {
         "layout": layout,
-        "card": f"2 x {torch.cuda.get_device_name(0)}",
+        "card": f"2 x {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else "none",
         "versions": status["version"],
+        "engines": len(status.get("engines", [status])),
         "bit_exact": live == {name: state.digest for name, state in trainer.states().items()},
         "greedy_equals_fresh_server": greedy,
         "interruptions": [why for r in recorders for why in r.interruptions],
@@ -107,19 +117,25 @@ def main() -> int:
     parser.add_argument("--layout", action="append", choices=LAYOUTS)
     parser.add_argument("--versions", type=int, default=50)
     parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--at-once", type=int, default=1, help="how many layouts to run side by side")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs here")
     args = parser.parse_args()
     failed = 0
-    for layout in args.layout or LAYOUTS:
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                found = measure(layout, args, Path(folder))
-            except Exception as error:  # noqa: BLE001  the other layouts still say something
-                found = {"layout": layout, "error": f"{type(error).__name__}: {error}"[:2000]}
-        print(json.dumps(found), flush=True)
-        fine = found.get("bit_exact") and found["greedy_equals_fresh_server"] and not found["interruptions"]
-        failed += not fine
+    with ProcessPoolExecutor(args.at_once, multiprocessing.get_context("spawn")) as pool:
+        for found in pool.map(partial(tried, args=args), args.layout or LAYOUTS):
+            print(json.dumps(found), flush=True)
+            fine = found.get("bit_exact") and found["greedy_equals_fresh_server"] and not found["interruptions"]
+            failed += not fine
     return min(failed, 1)
+
+
+def tried(layout: str, args: argparse.Namespace) -> dict[str, Any]:
+    """What was measured of one layout, or why nothing was."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return measure(layout, args, Path(folder))
+        except Exception as error:  # noqa: BLE001  the other layouts still say something
+            return {"layout": layout, "error": f"{type(error).__name__}: {error}"[:2000]}
 
 
 if __name__ == "__main__":

@@ -87,9 +87,28 @@ def test_staging_and_swapping(batch: int, monkeypatch: pytest.MonkeyPatch) -> No
     groups = gpu_swap._groups(there, DEVICE)
     for expected in (host_bits(host), before):
         for group in groups:
-            group.exchange(None)
+            group.flip(None)
         for got, wanted in zip(host_bits(device), expected, strict=True):
             np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("kind", ["F8_E4M3", "BF16", "F32"])
+def test_neighbours_in_a_word_of_memory_are_flipped_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flips go by words of four bytes, changes by elements; also where a storage ends within a word."""
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    random, carrier = np.random.default_rng(5), dtype(kind).carrier
+    old, new = (random.integers(0, 2 ** (8 * carrier.itemsize), 4099, carrier) for _ in range(2))
+    live = torch.from_numpy(old.view(f"<i{carrier.itemsize}").copy()).to(DEVICE)
+    at = torch.from_numpy(np.unique(np.append(random.choice(old.size, 2500), old.size - 1))).to(DEVICE)
+    builder = GpuStageBuilder(WeightMap([LiveStorage("w", dtype(kind), live)]), limit=2**30)
+    builder.add_made(0, at, torch.from_numpy(new.view(f"<i{carrier.itemsize}")).to(DEVICE)[at])
+    builder.finish()
+    [group] = gpu_swap._groups(builder, DEVICE)
+    wanted = old.copy()
+    wanted[at.cpu()] = new[at.cpu()]
+    for expected in (wanted, old):
+        group.flip(None)
+        np.testing.assert_array_equal(live.cpu().numpy().view(carrier), expected)
 
 
 def test_what_would_not_fit_is_not_uploaded() -> None:
@@ -156,7 +175,7 @@ def test_an_object_that_the_gpu_decodes(share: float, pinned: bool, monkeypatch:
     assert there.parts == here.parts and there.changed == here.changed > 0
     HostSwap(here.updates()).swap(lambda: None)
     for group in gpu_swap._groups(there, DEVICE):
-        group.exchange(None)
+        group.flip(None)
     for got, wanted in zip(host_bits(device), host_bits(host), strict=True):
         np.testing.assert_array_equal(got, wanted)
 

@@ -100,9 +100,9 @@ def test_the_torch_fallback_swaps_like_the_compiled_kernel(monkeypatch: pytest.M
     live, same = storages(), storages()
     HostSwap(updates(live)).swap(lambda: None)
     group = _TorchGroup(updates(same), torch.device("cpu"))
-    group.exchange(None)
+    group.flip(None)
     assert all(np.array_equal(a.array, b.array) for a, b in zip(live, same, strict=True))
-    group.exchange(None)
+    group.flip(None)
     assert all(np.array_equal(a.array, b.array) for a, b in zip(storages(), same, strict=True))
 
 

@@ -148,7 +148,7 @@ def measure(args: argparse.Namespace, place: Path) -> None:
         server.wait_version(1, 120)
         say("streaming", began)
         with Streams(server.url, args.streams) as streams:
-            time.sleep(10)
+            time.sleep(5)
             quiet = (time.time() - 3, time.time())
             rows = [step(server, run, number) for number in range(1, args.versions + 1)]
             say("auditing", began)

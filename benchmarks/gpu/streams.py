@@ -11,6 +11,7 @@ from typing import Any, Self
 from examples.wordle.stream import StreamRecorder
 
 EACH = 16  # streams of a process: about half of one core's time
+_SECONDS = 120.0  # until a process's streams all give tokens: it imports what the measuring one has
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Recorded:
 
 
 class Streams:
-    """``count`` clients that stream completions of 4000 tokens from ``url`` until stopped."""
+    """``count`` clients that stream completions of 4000 tokens from ``url`` until stopped; on entry all give tokens."""
 
     def __init__(self, url: str, count: int) -> None:
         context = mp.get_context("spawn")
@@ -36,6 +37,12 @@ class Streams:
     def __enter__(self) -> Self:
         for child, _ in self._children:
             child.start()
+        try:
+            for child, pipe in self._children:
+                _heard(child, pipe)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -46,18 +53,23 @@ class Streams:
         """End all streams and say what they saw."""
         for _, pipe in self._children:
             pipe.send("stop")
-        found: list[Recorded] = []
-        for child, pipe in self._children:
-            if not pipe.poll(120):
-                raise TimeoutError(f"no word from streaming process {child.pid} within 120 s")
-            found += pipe.recv()
-        return found
+        return [recorded for child, pipe in self._children for recorded in _heard(child, pipe)]
+
+
+def _heard(child: Any, pipe: Connection) -> Any:
+    """What a child says next; TimeoutError, or EOFError if it has ended."""
+    if not pipe.poll(_SECONDS):
+        raise TimeoutError(f"no word from streaming process {child.pid} within {_SECONDS:g} s")
+    return pipe.recv()
 
 
 def _record(url: str, numbers: range, pipe: Connection) -> None:
     recorders = [StreamRecorder(url, "tiny", f"w{10 + i} w20", 4000) for i in numbers]
     for recorder in recorders:
         recorder.__enter__()
+    while not all(recorder.tokens for recorder in recorders):
+        time.sleep(0.05)
+    pipe.send("open")
     pipe.recv()
     for recorder in recorders:
         recorder._stop.set()  # all at once

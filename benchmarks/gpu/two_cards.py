@@ -78,7 +78,6 @@ def measure(layout: str, args: argparse.Namespace, place: Path) -> dict[str, Any
         say(f"{layout}: streaming", began)
         served, commits = [], []
         with Streams(server.url, args.streams) as streams:
-            time.sleep(5)
             for seed in range(args.versions):
                 change(trainer.weights, seed, 0.01)
                 manifest = trainer.delta()

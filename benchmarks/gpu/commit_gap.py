@@ -67,6 +67,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tied": False,
     },
 }
+CONTEXT, SEQUENCES = 4096, 64
 PROMPTS = [[5, 6, 7, 8], [100, 200, 300], list(range(10, 60))]
 
 
@@ -82,7 +83,7 @@ def build(path: Path, shape: dict[str, Any]) -> PreTrainedModel:
         num_key_value_heads=shape["kv"],
         head_dim=shape["head_dim"],
         tie_word_embeddings=shape["tied"],
-        max_position_embeddings=4096,
+        max_position_embeddings=CONTEXT,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
@@ -131,19 +132,43 @@ def main() -> None:
 def measure(args: argparse.Namespace, place: Path) -> None:
     """The whole measurement, in ``place``."""
     began = time.time()
+    logs = args.logs or place
+    logs.mkdir(parents=True, exist_ok=True)
+    run = prepare(args, place, began)
+    found, answers = serve(args, place, run, logs, began)
+    print(json.dumps(found), flush=True)
+    fresh = fresh_answers(args, place, run, logs)
+    found |= {"greedy_equals_fresh_engine": answers == fresh, "seconds": round(time.time() - began, 1)}
+    print(json.dumps(found), flush=True)
+
+
+def prepare(args: argparse.Namespace, place: Path, began: float) -> PreparedRun:
+    """Build the model, and publish all versions where no server looks."""
     model = build(place / "base", SHAPES[args.shape])
     say("publishing", began)
     run = PreparedRun(model, place / "made", place / "run")
     for _ in range(args.versions):
         run.prepare(args.fraction)
     run.close()
-    options = ("--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64", *SERVE_ARGS)
-    options = (*options, "--gpu-memory-utilization", "0.4")  # the last one counts
-    logs = args.logs or place
-    logs.mkdir(parents=True, exist_ok=True)
+    return run
+
+
+def options(shape: dict[str, Any]) -> tuple[str, ...]:
+    """A server's, with room for as many whole contexts as it takes at once."""
+    found = ("--dtype", "bfloat16", "--max-model-len", str(CONTEXT), "--max-num-seqs", str(SEQUENCES), *SERVE_ARGS)
+    if not torch.cuda.is_available():
+        return found
+    token = 2 * 2 * shape["layers"] * shape["kv"] * shape["head_dim"]  # bytes: keys and values, bfloat16
+    return (*found, "--kv-cache-memory-bytes", str(int(1.02 * token * CONTEXT * SEQUENCES)))
+
+
+def serve(
+    args: argparse.Namespace, place: Path, run: PreparedRun, logs: Path, began: float
+) -> tuple[dict[str, Any], list[str]]:
+    """Serve all versions under streams; what was measured, and the greedy answers at the end."""
     say("serving", began)
     follow = ("--delta-sync", str(place / "run"))
-    with VllmServer(place / "base", logs / "live.log", follow, base=options) as server:
+    with VllmServer(place / "base", logs / "live.log", follow, base=options(SHAPES[args.shape])) as server:
         run.give(0)
         server.wait_version(1, 120)
         say("streaming", began)
@@ -167,7 +192,7 @@ def measure(args: argparse.Namespace, place: Path) -> None:
     found = {
         "card": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
         "shape": args.shape,
-        "elements": sum(p.numel() for p in model.parameters()),
+        "elements": run.elements,
         "changed": status["changed_elements_last"],
         "streams": args.streams,
         "versions": status["version"],
@@ -175,11 +200,14 @@ def measure(args: argparse.Namespace, place: Path) -> None:
         "refusals": status["refusals"],
         **summary(heard, audits, recorders, quiet),
     }
-    print(json.dumps(found), flush=True)
+    return found, answers
+
+
+def fresh_answers(args: argparse.Namespace, place: Path, run: PreparedRun, logs: Path) -> list[str]:
+    """Greedy answers of a fresh engine that loads the last weights."""
     final = run.save(place / "final", place / "base")
-    with VllmServer(final, logs / "fresh.log", base=options) as fresh:
-        found["greedy_equals_fresh_engine"] = answers == [fresh.complete(prompt, 32)["text"] for prompt in PROMPTS]
-    print(json.dumps({**found, "seconds": round(time.time() - began, 1)}), flush=True)
+    with VllmServer(final, logs / "fresh.log", base=options(SHAPES[args.shape])) as fresh:
+        return [fresh.complete(prompt, 32)["text"] for prompt in PROMPTS]
 
 
 Span = tuple[float, float]

@@ -44,6 +44,11 @@ class PreparedRun:
         self._keep()
         given.mkdir()
 
+    @property
+    def elements(self) -> int:
+        """How many the model has."""
+        return sum(weights.numel() for weights in self.model.parameters())
+
     @torch.no_grad()
     def prepare(self, fraction: float) -> None:
         """One step up or down in a random share of every tensor's elements, as an optimizer's step does it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from delta_sync.aside import aside
 from delta_sync.manifest import ObjectRef
+from delta_sync.threads import thread_count
 
 if TYPE_CHECKING:
     from delta_sync.ledger import Ledger
@@ -24,19 +26,23 @@ T = TypeVar("T")
 def fetch(
     ledger: Ledger, refs: Sequence[ObjectRef], then: Callable[[bytes], T], most_bytes: int = AHEAD_BYTES
 ) -> Iterator[T]:
-    """``then`` of every object's bytes, in order, done on the thread that fetched them.
+    """``then`` of every object's bytes, in order, on the threads that fetch them, ``thread_count()`` at a time.
 
-    Raises what ``Ledger.read_object`` and ``then`` raise, at the object it is about. A caller that stops early leaves
-    what runs to come to its end unheeded.
+    With more than there are cores for nothing is done sooner, and an engine in the same process waits for them: a turn
+    of its loop took up to 15 ms beside 16 threads on two cores, 1.1 beside one. Raises what ``Ledger.read_object`` and
+    ``then`` raise, at the object it is about. A caller that stops early leaves what runs to come to its end unheeded.
     """
     coming: deque[tuple[ObjectRef, Future[T]]] = deque()
+    at_work = threading.Semaphore(thread_count())
     for ref in refs:
         while coming and (len(coming) == AHEAD or ref.size + sum(other.size for other, _ in coming) > most_bytes):
             yield coming.popleft()[1].result()
-        coming.append((ref, aside(partial(_take, ledger, ref, then), "delta-sync-fetch")))
+        coming.append((ref, aside(partial(_take, ledger, ref, then, at_work), "delta-sync-fetch")))
     while coming:
         yield coming.popleft()[1].result()
 
 
-def _take(ledger: Ledger, ref: ObjectRef, then: Callable[[bytes], T]) -> T:
-    return then(ledger.read_object(ref))
+def _take(ledger: Ledger, ref: ObjectRef, then: Callable[[bytes], T], at_work: threading.Semaphore) -> T:
+    data = ledger.read_object(ref)
+    with at_work:
+        return then(data)

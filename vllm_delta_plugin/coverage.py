@@ -11,7 +11,7 @@ import torch
 
 from delta_sync.dtypes import DType
 from delta_sync.errors import IntegrityError, MappingError
-from vllm_delta_plugin.live_digest import region_digest
+from vllm_delta_plugin.live_digest import Digests
 from vllm_delta_plugin.live_storage import LiveStorage, live_storage
 from vllm_delta_plugin.regions import Region, by_tensor, make_region, overlapping
 from vllm_delta_plugin.trace import Copy, Trace
@@ -58,9 +58,13 @@ class WeightMap:
 
     def digests(self) -> dict[str, int]:
         """Scan live memory: region key -> digest; IntegrityError if two live copies of one region differ."""
+        regions = [region for regions in self.regions.values() for region in regions]
+        digests = Digests(self.storages, regions)
+        for _ in digests:
+            pass
         out: dict[str, int] = {}
-        for region in (region for regions in self.regions.values() for region in regions):
-            note_sum(out, region.key, region_digest(self.storages[region.storage], region))
+        for region, value in zip(regions, digests.result, strict=True):
+            note_sum(out, region.key, value)
         return out
 
     def check(self) -> None:

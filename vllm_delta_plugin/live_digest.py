@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
@@ -20,6 +21,34 @@ _LAUNCH = 1 << 25  # elements a Triton launch handles: less than a millisecond, 
 def tensor_key(name: str) -> int:
     """The digest key of a tensor, remembered."""
     return core_tensor_key(name)
+
+
+class Digests:
+    """The digests of many live regions. Iterate over it to have them made, then take the ``result``.
+
+    On a GPU nothing waits before that: each pass is a launch, and yields how many elements the GPU was given by it.
+    """
+
+    def __init__(self, storages: Sequence[LiveStorage], regions: Sequence[Region]) -> None:
+        self._work = [(storages[region.storage], region) for region in regions]
+        self._found: list[int | torch.Tensor] = []
+
+    def __iter__(self) -> Iterator[int]:
+        for storage, region in self._work:
+            if storage.on_cpu or not HAS_TRITON:
+                self._found.append(region_digest(storage, region))
+                yield 0
+                continue
+            total = torch.zeros(1, dtype=torch.int64, device=storage.bits.device)
+            yield from _launches(storage.bits, region, tensor_key(region.tensor), total, storage.dtype.itemsize)
+            self._found.append(total)
+
+    @property
+    def result(self) -> list[int]:
+        """Of each region; waits for the GPU."""
+        sums = [total for total in self._found if isinstance(total, torch.Tensor)]
+        known = iter(torch.cat(sums).tolist() if sums else ())
+        return [int(next(known) if isinstance(total, torch.Tensor) else total) & _MASK for total in self._found]
 
 
 def region_digest(storage: LiveStorage, region: Region) -> int:
@@ -42,14 +71,23 @@ def region_digest(storage: LiveStorage, region: Region) -> int:
 
 def triton_digest(bits: torch.Tensor, region: Region, key: int, itemsize: int) -> int:
     """``region_digest`` as a fused kernel; ``bits`` is the flat signed-integer view of the storage."""
+    total = torch.zeros(1, dtype=torch.int64, device=bits.device)
+    for _ in _launches(bits, region, key, total, itemsize):
+        pass
+    return int(total.item()) & _MASK
+
+
+def _launches(bits: torch.Tensor, region: Region, key: int, total: torch.Tensor, itemsize: int) -> Iterator[int]:
+    """Have the region's part added to ``total`` piece by piece; yields how many elements each has."""
     from vllm_delta_plugin import gpu_kernels
 
     if len(region.shape) > gpu_kernels.MAX_DIMS:
-        return torch_digest(bits, region, key, itemsize)
-    total = torch.zeros(1, dtype=torch.int64, device=bits.device)
+        total += as_signed(torch_digest(bits, region, key, itemsize))
+        yield region.numel
+        return
     for piece in split(region, _LAUNCH):
         gpu_kernels.add_digest(bits, piece, as_signed(key), total, itemsize)
-    return int(total.item()) & _MASK
+        yield piece.numel
 
 
 def torch_digest(bits: torch.Tensor, region: Region, key: int, itemsize: int) -> int:

@@ -37,6 +37,7 @@ from delta_sync.frames import decompress  # noqa: E402
 from delta_sync.limits import DEFAULT_LIMITS  # noqa: E402
 from delta_sync.manifest import ObjectRef  # noqa: E402
 from delta_sync.tensor_delta import TensorDelta  # noqa: E402
+from delta_sync.threads import SETTING  # noqa: E402
 from trl_callback.parts import Parts  # noqa: E402
 from vllm_delta_plugin.commit import Cuda  # noqa: E402
 from vllm_delta_plugin.coverage import WeightMap  # noqa: E402
@@ -164,7 +165,7 @@ def main() -> None:
     rows.append(("decode on one core and stage", median(lambda: by_host(weights, objects, side), 3)[0]))
     rows.append(("decode on the GPU and stage, from unpacked objects", median(stage_unpacked)[0]))
     for threads in (1, 4, 8, 16, 32):
-        fetching.AHEAD = threads
+        fetching.AHEAD, os.environ[SETTING] = threads, str(threads)
         spent, swap = median(lambda: staged(memory, refs, weights, side))
         commit = on_gpu(lambda swap=swap: swap.swap(lambda: None), times=9)
         rows.append((f"fetch, decode, stage; {threads} threads", spent))

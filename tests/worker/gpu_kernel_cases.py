@@ -143,6 +143,20 @@ def test_digest_of_a_region(kind: str, shape, source, live, monkeypatch: pytest.
     assert live_digest.torch_digest(memory.bits.to(DEVICE), region, tensor_key("w"), carrier.itemsize) == expected
 
 
+def test_digests_of_many_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made without waiting for any, one after the other; also of a region with more dimensions than a kernel takes."""
+    device, host = one_model(DEVICE), one_model(torch.device("cpu"))
+    far = make_region("whole", 0, (2, 3, 2, 3, 2), 300, (900, 80, 30, 8, 3), 5, (900, 80, 30, 8, 3))
+    regions = [region for regions in host.regions.values() for region in regions] + [far]
+    expected = [live_digest.region_digest(host.storages[region.storage], region) for region in regions]
+    monkeypatch.setattr(live_digest, "_LAUNCH", 500)
+    monkeypatch.setattr(LiveStorage, "on_cpu", False)
+    digests = live_digest.Digests(device.storages, regions)
+    given = list(digests)
+    assert sum(given) == sum(region.numel for region in regions) and len(given) > len(regions)
+    assert digests.result == expected
+
+
 HEADER = DeltaHeader("run", 2, 1, DEFAULT_CODEC)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,27 @@ def test_objects_come_in_order_a_few_ahead_and_no_more_bytes_than_allowed(tmp_pa
     begun.clear()
     for ref, data in zip(refs, fetch(publisher.ledger, refs, bytes, most_bytes=1), strict=True):
         assert len(begun) <= refs.index(ref) + 2 and data == read(ref)
+
+
+def test_bytes_are_worked_on_by_no_more_threads_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTA_SYNC_THREADS", "2")
+    before = weights()
+    publisher, manifest = published(tmp_path / "run", before, nudged(before, 0.05, 1), per_tensor=True)
+    assert len(manifest.objects) > 3
+    lock, at_work, most = threading.Lock(), 0, 0
+
+    def work(data: bytes) -> int:
+        nonlocal at_work, most
+        with lock:
+            at_work += 1
+            most = max(most, at_work)
+        time.sleep(0.02)
+        with lock:
+            at_work -= 1
+        return len(data)
+
+    assert list(fetch(publisher.ledger, manifest.objects, work)) == [ref.size for ref in manifest.objects]
+    assert most <= 2
 
 
 def test_a_damaged_object_is_an_error_where_it_is_due(tmp_path: Path) -> None:

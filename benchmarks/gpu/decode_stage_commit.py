@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks" / "gpu")
 
 import torch  # noqa: E402
 from commit_gap import SHAPES  # noqa: E402
-from kernels import DEVICE, bandwidth, deltas, model, on_gpu, wall  # noqa: E402
+from kernel_times import DEVICE, bandwidth, deltas, model, on_gpu, wall  # noqa: E402
 from stage_interference import tensors_of  # noqa: E402
 
 from delta_sync import fetch as fetching  # noqa: E402

@@ -1,10 +1,11 @@
-"""What the GPU's own work costs, without vLLM: staging, committing, digesting, beside the card's copy bandwidth.
+"""What the GPU's own work costs, without an engine: staging, committing, digesting, beside the card's copy bandwidth.
 
 Usage: python benchmarks/gpu/kernel_times.py [--shape qwen3-0.6b] [--density 0.01]...
 
 Random weights in a real model's shapes, random positions (no neighbours: the worst case for memory), one JSON object a
-line. Floors: 64-byte granules touched are read and written once, and so is what is staged, at the bandwidth of a large
-copy on the same card. Times in milliseconds, medians.
+line. Floors: 64-byte granules touched are read and written once, and what is staged is read, at the bandwidth of a
+large copy on the same card. Beside a commit: vLLM's own sparse engine (if vLLM is there and has one; without the
+transfer), a dense copy on the device, and the usual way through a snapshot in host memory. Milliseconds, medians.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +112,31 @@ def blog(weights: WeightMap, delta: dict[str, list[TensorDelta]]) -> float:
     return wall(work)[0]
 
 
+def sparse_engine(weights: WeightMap, delta: dict[str, list[TensorDelta]]) -> float | None:
+    """vLLM's sparse weight transfer engine, as 0.26 has it: its patches, already on the device, applied."""
+    try:
+        from vllm.distributed.weight_transfer.sparse_nccl_engine import (
+            SparseNCCLWeightTransferEngine,
+            SparseWeightPatch,
+        )
+    except ImportError:
+        return None
+    if not hasattr(SparseNCCLWeightTransferEngine, "_apply_patch"):
+        return None
+    live = {storage.owner: storage.bits for storage in weights.storages}
+    engine = SimpleNamespace(model=SimpleNamespace(get_parameter=lambda name: live[name]))
+    patches = []
+    for name, [change] in delta.items():
+        at = torch.from_numpy(change.positions).to(DEVICE)
+        patches.append(SparseWeightPatch(name=name, indices=at.to(torch.int32), values=live[name][at]))
+
+    def work() -> None:
+        for patch in patches:
+            SparseNCCLWeightTransferEngine._apply_patch(engine, patch)
+
+    return round(on_gpu(work), 3)
+
+
 def measure(shape: str, density: float, speed: float, weights: WeightMap) -> dict[str, Any]:
     """One density on one model."""
     side = Cuda(DEVICE)
@@ -147,6 +174,7 @@ def measure(shape: str, density: float, speed: float, weights: WeightMap) -> dic
         "commit_floor_ms": round(floor, 3),
         "commit_over_floor": round(commit / floor, 2),
         "dense_copy_on_device_ms": round(dense, 2),
+        "vllm_sparse_engine_ms": sparse_engine(weights, delta),
         "snapshot_scatter_and_dense_upload_ms": round(blog(weights, delta), 1),
         "weights_bytes": size,
     }

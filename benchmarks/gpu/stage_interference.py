@@ -1,4 +1,4 @@
-"""What staging does to an engine loop in the same process: the longest loop turn while each part of it runs.
+"""What staging and audits do to an engine loop in the same process: the longest loop turn while each part runs.
 
 Usage: python benchmarks/gpu/stage_interference.py [--shape qwen3-0.6b] [--versions 6] [--fraction 0.01]
 
@@ -143,6 +143,16 @@ def follow(rank: RankSync, trainer: Publisher, versions: int, fraction: float, c
             loop.turn()
 
 
+def audit(rank: RankSync, clock: Clock, loop: Loop) -> None:
+    """Scan all live memory beside the loop."""
+    with clock.span("audit"):
+        rank.audit_begin()
+        while rank.audit_poll()["state"] == "running":
+            loop.turn()
+    for _ in range(20):
+        loop.turn()
+
+
 def main() -> None:
     """Build, loop, stage, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -163,9 +173,14 @@ def main() -> None:
     clock.wrap(staged.StageBuilder, "_add_storage")
     clock.wrap(LiveStorage, "read")
     if HAS_TRITON:
-        from vllm_delta_plugin import gpu_stage
+        from vllm_delta_plugin import gpu_coded, gpu_decode, gpu_stage
 
+        clock.wrap(gpu_decode, "near")
+        clock.wrap(gpu_decode, "unpack_if_alone")
+        clock.wrap(gpu_coded, "decode")
+        clock.wrap(gpu_stage, "stage_coded_on_device")
         clock.wrap(gpu_stage, "stage_on_device")
+        clock.wrap(gpu_stage.GpuStageBuilder, "finish")
     clock.wrap(stage, "fold_plan")
     clock.wrap(commit.Cuda, "prepare")
     with tempfile.TemporaryDirectory() as folder:
@@ -176,6 +191,8 @@ def main() -> None:
             loop.turn()
         quiet = [1e3 * (end - begin) for begin, end in loop.turns[100:]]
         follow(rank, trainer, args.versions, args.fraction, clock, loop)
+        for _ in range(args.versions):
+            audit(rank, clock, loop)
         exact = all(
             np.array_equal(rank.weights.storages[i].bits.cpu().numpy().view(np.uint16), bits.reshape(-1))
             for i, bits in enumerate(trainer.weights.values())

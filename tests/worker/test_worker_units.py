@@ -178,7 +178,7 @@ def test_staging_stops_at_its_limit_and_drops_what_does_not_change() -> None:
         builder.add_values(region, index, index, live, live + np.uint16(1))
 
 
-def test_faults_fire_as_often_as_asked_on_the_named_rank() -> None:
+def test_faults_fire_as_often_as_asked_on_the_named_rank(tmp_path: Path) -> None:
     faults = Faults(1, {"rank": 1, "at": "commit", "times": 2})
     faults.at("stage")
     for _ in range(2):
@@ -186,6 +186,13 @@ def test_faults_fire_as_often_as_asked_on_the_named_rank() -> None:
             faults.at("commit")
     faults.at("commit")
     Faults(0, {"rank": 1, "at": "commit"}).at("commit")
+    (tmp_path / "fail").touch()
+    faults = Faults(1, {"rank": 1, "at": "commit", "while": str(tmp_path / "fail")})
+    for _ in range(3):
+        with pytest.raises(InjectedFault):
+            faults.at("commit")
+    (tmp_path / "fail").unlink()
+    faults.at("commit")
     with pytest.raises(ValueError, match="nowhere"):
         Faults(0, {"at": "nowhere"})
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from helpers.open_streams import OpenStreams
 from helpers.publish import Publisher
 from helpers.server import ServerDied, VllmServer
-from helpers.stream import OpenStreams
 from helpers.tiny_models import build
 
 pytestmark = [pytest.mark.long, pytest.mark.rare]

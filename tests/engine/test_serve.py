@@ -18,11 +18,12 @@ from typing import Any
 
 import fresh
 import pytest
+from helpers.open_streams import OpenStreams
 from helpers.otlp import Collector, collector
 from helpers.publish import Publisher
 from helpers.scrape import parse, scrape
 from helpers.server import QUIET_CPU, VllmServer
-from helpers.stream import OpenStreams, open_stream
+from helpers.stream import open_stream
 from helpers.tiny_models import build
 
 from delta_sync.ack import Ack

@@ -8,9 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers import cpu_exchange
+from helpers.open_streams import OpenStreams
 from helpers.publish import Publisher
 from helpers.server import VllmServer
-from helpers.stream import OpenStreams, open_stream
+from helpers.stream import open_stream
 from helpers.tiny_models import build
 
 pytestmark = pytest.mark.long

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import CompilationMode
 
 from delta_sync.errors import MappingError
 from vllm_delta_plugin.compat.engine_core import _refuse_unsupported
@@ -38,6 +39,7 @@ def check(
     moe: bool = False,
     extension: str = "x.Y",
     external: bool = False,
+    eager: bool = False,
     **more: Any,
 ) -> None:
     parallel = SimpleNamespace(
@@ -48,7 +50,10 @@ def check(
     )
     lora = more.pop("lora", None)
     model = SimpleNamespace(is_moe=moe)
-    config: Any = SimpleNamespace(parallel_config=parallel, model_config=model, lora_config=lora)
+    compiled = SimpleNamespace(mode=CompilationMode.NONE if eager else CompilationMode.VLLM_COMPILE)
+    config: Any = SimpleNamespace(
+        parallel_config=parallel, model_config=model, lora_config=lora, compilation_config=compiled
+    )
     core = SimpleNamespace(model_executor=executor(), **more.pop("core", {}))
     _refuse_unsupported(core, config, ReplicaConfig("memory://", **more))
 
@@ -65,10 +70,12 @@ def test_pipeline_stages_are_followed_where_vllm_can_run_them(monkeypatch: pytes
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    check(stages=2)
+    check(stages=2, eager=True)
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: True)
-    with pytest.raises(MappingError, match=r"pipeline stages on a CPU.*got 2.*tensor parallelism"):
-        check(stages=2)
+    check(stages=2)
+    check(eager=True)
+    with pytest.raises(MappingError, match=r"pipeline stages on a CPU.*got 2 stages and --enforce-eager.*leave"):
+        check(stages=2, eager=True)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.open_streams import OpenStreams
 from helpers.publish import Publisher
 from helpers.server import VllmServer
-from helpers.stream import OpenStreams
 from helpers.tiny_models import build
 
 from delta_sync.context_codec import CONTEXT_CODEC

@@ -6,11 +6,13 @@ import json
 import threading
 import time
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from helpers.server import VllmServer
+if TYPE_CHECKING:
+    from helpers.open_streams import Where
+    from helpers.server import VllmServer
 
 
 @dataclass
@@ -59,59 +61,7 @@ class Stream:
         return self
 
 
-class OpenStreams:
-    """Streams that are open at any moment until ``join``: where one ends, the next with its prompt begins at once.
-
-    However fast a server is and however long commits take, each commit falls into one of two or more: the first are of
-    different lengths, so that they don't end together.
-    """
-
-    def __init__(self, server: VllmServer, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-        self._server, self._max_tokens, self._enough = server, max_tokens, threading.Event()
-        count = len(prompts)
-        self._all = [open_stream(server, p, max_tokens * (i + 1) // count) for i, p in enumerate(prompts)]
-        for stream in self._all:
-            stream.wait_tokens(5)
-        pairs = zip(prompts, list(self._all), strict=True)
-        self._threads = [threading.Thread(target=self._go_on, args=pair, daemon=True) for pair in pairs]
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all of them so far."""
-        return sum(stream.tokens for stream in self._all)
-
-    def wait_more(self, timeout: float = 60.0) -> None:
-        """Until tokens come that were not there at the call; AssertionError at the deadline."""
-        before, deadline = self.tokens, time.monotonic() + timeout
-        while self.tokens == before:
-            assert time.monotonic() < deadline, f"no token after {before} in {timeout:g} s"
-            time.sleep(0.01)
-
-    def join(self, crossing: Iterable[int] = ()) -> None:
-        """Until all have ended; AssertionError unless each is whole, its versions one after the other, and from each of
-        ``crossing`` to the version after it at least one stream goes on."""
-        self._enough.set()
-        for thread in self._threads:
-            thread.join()
-        crossed: set[int] = set()
-        for stream in self._all:
-            assert (stream.join().error, stream.tokens) == (None, stream.asked)
-            assert stream.finish_reason == "length"
-            [spans] = stream.usage["delta_sync"]["choices"]
-            versions = [span["version"] for span in spans]
-            assert versions == list(range(versions[0], versions[0] + len(versions)))
-            crossed.update(versions[:-1])
-        assert crossed >= set(crossing), f"streams went on from versions {sorted(crossed)} only"
-
-    def _go_on(self, prompt: Sequence[int], stream: Stream) -> None:
-        while stream.join().error is None and not self._enough.is_set():
-            stream = open_stream(self._server, prompt, self._max_tokens)
-            self._all.append(stream)
-
-
-def open_stream(server: VllmServer, prompt: Sequence[int], max_tokens: int, **more: Any) -> Stream:
+def open_stream(server: VllmServer | Where, prompt: Sequence[int], max_tokens: int, **more: Any) -> Stream:
     """Begin a greedy streaming completion of exactly ``max_tokens`` tokens."""
     body = {"model": "tiny", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}

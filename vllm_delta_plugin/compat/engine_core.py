@@ -146,6 +146,7 @@ def _build(core: Any, vllm_config: Any, config: Any) -> Any:
 
 
 def _refuse_unsupported(core: Any, vllm_config: Any, config: Any) -> None:
+    from vllm.config import CompilationMode
     from vllm.platforms import current_platform
 
     parallel = vllm_config.parallel_config
@@ -159,12 +160,13 @@ def _refuse_unsupported(core: Any, vllm_config: Any, config: Any) -> None:
         )
     if lockstep.shares_experts(vllm_config):
         lockstep.refuse_unsupported(core, vllm_config, config.transition)
-    if (stages := getattr(parallel, "pipeline_parallel_size", 1)) > 1 and current_platform.is_cpu():
+    stages = getattr(parallel, "pipeline_parallel_size", 1)
+    if stages > 1 and current_platform.is_cpu() and vllm_config.compilation_config.mode == CompilationMode.NONE:
         raise MappingError(
             "pipeline stages on a CPU",
-            expected="one, since vLLM's own worker there fails at the first token of several (seen in 0.32)",
-            got=stages,
-            remedy="serve it with tensor parallelism",
+            expected="a model that vLLM compiles, else its worker there fails at the first token (seen in 0.32)",
+            got=f"{stages} stages and --enforce-eager",
+            remedy="leave --enforce-eager out",
         )
     if config.transition == "sync" and not hasattr(core, "input_queue"):
         raise MappingError(

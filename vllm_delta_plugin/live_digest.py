@@ -26,7 +26,8 @@ def tensor_key(name: str) -> int:
 class Digests:
     """The digests of many live regions. Iterate over it to have them made, then take the ``result``.
 
-    On a GPU nothing waits before that: each pass is a launch, and yields how many elements the GPU was given by it.
+    On a GPU nothing waits before that: each pass is a launch, and yields how many elements the GPU was given by it (0,
+    where the pass has made a region's digest already).
     """
 
     def __init__(self, storages: Sequence[LiveStorage], regions: Sequence[Region]) -> None:
@@ -35,12 +36,17 @@ class Digests:
 
     def __iter__(self) -> Iterator[int]:
         for storage, region in self._work:
-            if storage.on_cpu or not HAS_TRITON:
+            if not _kernel_takes(storage, region):
                 self._found.append(region_digest(storage, region))
                 yield 0
                 continue
+            from vllm_delta_plugin.gpu_kernels import add_digest
+
             total = torch.zeros(1, dtype=torch.int64, device=storage.bits.device)
-            yield from _launches(storage.bits, region, tensor_key(region.tensor), total, storage.dtype.itemsize)
+            key = as_signed(tensor_key(region.tensor))
+            for piece in split(region, _LAUNCH):
+                add_digest(storage.bits, piece, key, total, storage.dtype.itemsize)
+                yield piece.numel
             self._found.append(total)
 
     @property
@@ -51,8 +57,16 @@ class Digests:
         return [int(next(known) if isinstance(total, torch.Tensor) else total) & _MASK for total in self._found]
 
 
+def _kernel_takes(storage: LiveStorage, region: Region) -> bool:
+    if storage.on_cpu or not HAS_TRITON:
+        return False
+    from vllm_delta_plugin.gpu_kernels import MAX_DIMS
+
+    return len(region.shape) <= MAX_DIMS
+
+
 def region_digest(storage: LiveStorage, region: Region) -> int:
-    """The region's part of its tensor's digest: sum of r(position) * bits modulo 2**64 over live memory."""
+    """The region's part of its tensor's digest, without the kernel: sum of r(position) * bits modulo 2**64."""
     key = tensor_key(region.tensor)
     if storage.on_cpu:
         return digest_region(
@@ -64,30 +78,7 @@ def region_digest(storage: LiveStorage, region: Region) -> int:
             region.shape,
             key,
         )
-    if HAS_TRITON:
-        return triton_digest(storage.bits, region, key, storage.dtype.itemsize)
     return torch_digest(storage.bits, region, key, storage.dtype.itemsize)
-
-
-def triton_digest(bits: torch.Tensor, region: Region, key: int, itemsize: int) -> int:
-    """``region_digest`` as a fused kernel; ``bits`` is the flat signed-integer view of the storage."""
-    total = torch.zeros(1, dtype=torch.int64, device=bits.device)
-    for _ in _launches(bits, region, key, total, itemsize):
-        pass
-    return int(total.item()) & _MASK
-
-
-def _launches(bits: torch.Tensor, region: Region, key: int, total: torch.Tensor, itemsize: int) -> Iterator[int]:
-    """Have the region's part added to ``total`` piece by piece; yields how many elements each has."""
-    from vllm_delta_plugin import gpu_kernels
-
-    if len(region.shape) > gpu_kernels.MAX_DIMS:
-        total += as_signed(torch_digest(bits, region, key, itemsize))
-        yield region.numel
-        return
-    for piece in split(region, _LAUNCH):
-        gpu_kernels.add_digest(bits, piece, as_signed(key), total, itemsize)
-        yield piece.numel
 
 
 def torch_digest(bits: torch.Tensor, region: Region, key: int, itemsize: int) -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers.open_streams import OpenStreams
+from helpers.open_streams import commit_under_streams
 from helpers.publish import Publisher
 from helpers.server import ServerDied, VllmServer
 from helpers.tiny_models import build
+
+from delta_sync.manifest import Manifest
 
 pytestmark = [pytest.mark.long, pytest.mark.rare]
 COMMITS = 5
@@ -35,16 +37,19 @@ def test_streams_go_on_over_commits_and_bits_are_equal(
     trainer, starting = followed(tmp_path, architecture, *args)
     with starting as server:
         server.wait_version(1)
-        streams = OpenStreams(server, [range(20 + i, 50 + i) for i in range(4)], 1900)
-        for seed in range(COMMITS):
-            newest = trainer.step(seed, 0.05)
-            server.wait_version(newest.version)
-        streams.join(crossing=range(1, COMMITS + 1))
+        made: list[Manifest] = []
+
+        def commit() -> None:
+            made.append(trainer.step(len(made), 0.05))
+            server.wait_version(made[-1].version)
+
+        commit_under_streams(COMMITS, server, [range(20 + i, 50 + i) for i in range(4)], 1900, commit)
+        newest = made[-1]
         assert server.get("/delta_sync/tensors?scan=1")["state_digest"] == newest.state_digest
         status = server.status()
         each = status.get("engines", [status])  # all have scanned
         assert [(e["state"], e["state_digest"], e["commits"], e["ranks"]) for e in each] == [
-            ("live", newest.state_digest, COMMITS, ranks)
+            ("live", newest.state_digest, len(made), ranks)
         ] * engines
         assert all(engine["audit"]["completed"] for engine in each)
         for name, bits in trainer.weights.items():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
-from helpers.open_streams import OpenStreams
+from helpers.open_streams import OpenStreams, commit_under_streams
 from helpers.publish import Publisher
 from helpers.server import SMALL, VllmServer
 from helpers.tiny_models import build
@@ -50,15 +51,17 @@ def check(server: VllmServer, trainer: Publisher, version: int) -> None:
 
 def test_fifty_commits_under_streams(followed: tuple[VllmServer, Publisher]) -> None:
     server, trainer = followed
-    streams = OpenStreams(server, [range(20 + i, 50 + i) for i in range(4)], 1900)
-    for seed in range(COMMITS):
-        newest = trainer.step(seed, 0.05)
-        status = server.wait_version(newest.version)
-        assert status["state_digest"] == newest.state_digest
-    streams.join(crossing=range(1, COMMITS + 1))
-    check(server, trainer, COMMITS + 1)
+    seeds = count()
+
+    def commit() -> None:
+        newest = trainer.step(next(seeds), 0.05)
+        assert server.wait_version(newest.version)["state_digest"] == newest.state_digest
+
+    commit_under_streams(COMMITS, server, [range(20 + i, 50 + i) for i in range(4)], 1900, commit)
+    done = next(seeds)
+    check(server, trainer, done + 1)
     status = server.status()
-    assert (status["commits"], status["rollbacks"], status["refusals"]) == (COMMITS, 0, 0)
+    assert (status["commits"], status["rollbacks"], status["refusals"]) == (done, 0, 0)
 
 
 def test_a_stage_that_fails_takes_both_back(followed: tuple[VllmServer, Publisher], broken: Path) -> None:
@@ -66,7 +69,7 @@ def test_a_stage_that_fails_takes_both_back(followed: tuple[VllmServer, Publishe
     before, old = server.complete(range(30, 60), 16)["text"], server.status()
     streams = OpenStreams(server, [range(20, 50), range(21, 51)], 1900)
     broken.touch()
-    newest = trainer.step(COMMITS, 0.05)
+    newest = trainer.step(1000, 0.05)
     status = server.wait_status("two rollbacks", lambda s: s["rollbacks"] >= 2)
     assert (status["version"], status["state"]) == (old["version"], "live")
     assert "rank 1" in status["last_error"]["error"]

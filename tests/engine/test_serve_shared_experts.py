@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import urllib.error
+from itertools import count
 from pathlib import Path
 
 import psutil
 import pytest
 from helpers import cpu_exchange
-from helpers.open_streams import OpenStreams
+from helpers.open_streams import commit_under_streams
 from helpers.publish import Publisher
 from helpers.server import VllmServer
 from helpers.stream import open_stream
@@ -32,11 +33,9 @@ def test_streams_go_on_and_both_engines_commit_at_one_pass(tmp_path: Path) -> No
     trainer, starting = followed(tmp_path, "--enable-expert-parallel")
     with starting as server:
         server.wait_version(1)
-        streams = OpenStreams(server, [[20 + i] * 30 for i in range(4)], TOKENS)
-        for seed in range(COMMITS):
-            _take(trainer, server, seed)
-        streams.join(crossing=range(1, COMMITS + 1))
-        _take(trainer, server, COMMITS)  # idle: woken for it
+        seeds, prompts = count(), [[20 + i] * 30 for i in range(4)]
+        commit_under_streams(COMMITS, server, prompts, TOKENS, lambda: _take(trainer, server, next(seeds)))
+        _take(trainer, server, next(seeds))  # idle: woken for it
         for name, bits in trainer.weights.items():
             assert _held(server, name) == {bits.tobytes()}, name
         assert _engines_with(server, EXPERT) == [0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from helpers.server import VllmServer
 
 _SECONDS = 300.0  # until an answer of the process: streams end meanwhile
+_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,8 @@ class OpenStreams:
             time.sleep(0.01)
 
     def join(self, crossing: Iterable[int] = ()) -> set[int]:
-        """Until all have ended; AssertionError unless each is whole, its versions one after the other, and from half of
-        ``crossing`` at least to the version after it a stream goes on. Returns from which versions one does.
-
-        Not from all: where the machine lets nobody run for seconds, all streams were answered before a commit.
-        """
+        """Until all have ended; AssertionError unless each is whole, its versions one after the other, and from each of
+        ``crossing`` to the version after it a stream goes on. Returns from which versions one does."""
         streams: list[Stream] = self._ask("join")
         self._process.join(_SECONDS)
         crossed: set[int] = set()
@@ -75,8 +73,7 @@ class OpenStreams:
             versions = [span["version"] for span in spans]
             assert versions == list(range(versions[0], versions[0] + len(versions)))
             crossed.update(versions[:-1])
-        wanted = set(crossing)
-        assert 2 * len(crossed & wanted) >= len(wanted), f"streams went on from versions {sorted(crossed)} only"
+        assert crossed >= set(crossing), f"streams went on from versions {sorted(crossed)} only"
         return crossed
 
     def _ask(self, what: str) -> Any:
@@ -89,6 +86,25 @@ class OpenStreams:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+
+def commit_under_streams(
+    count: int, server: VllmServer, prompts: Sequence[Sequence[int]], max_tokens: int, commit: Callable[[], object]
+) -> None:
+    """Call ``commit`` until ``count`` commits have each fallen into an open stream; AssertionError as ``join``.
+
+    Where the machine lets nobody run for seconds, all streams are answered before a commit: it is not counted, another
+    takes its place.
+    """
+    crossed: set[int] = set()
+    for _ in range(_ROUNDS):
+        streams = OpenStreams(server, prompts, max_tokens)
+        for _ in range(count - len(crossed)):
+            commit()
+        crossed |= streams.join()
+        if len(crossed) >= count:
+            return
+    raise AssertionError(f"{len(crossed)} of {count} commits fell into a stream, in {_ROUNDS} rounds")
 
 
 def _read_all(where: Where, prompts: list[list[int]], max_tokens: int, pipe: Connection) -> None:

@@ -28,9 +28,9 @@ def fetch(
 ) -> Iterator[T]:
     """``then`` of every object's bytes, in order, on the threads that fetch them, ``thread_count()`` at a time.
 
-    With more than there are cores for nothing is done sooner, and an engine in the same process waits for them: a turn
-    of its loop took up to 15 ms beside 16 threads on two cores, 1.1 beside one. Raises what ``Ledger.read_object`` and
-    ``then`` raise, at the object it is about. A caller that stops early leaves what runs to come to its end unheeded.
+    With more than there are cores for nothing is done sooner, and an engine in the same process waits for them. Raises
+    what ``Ledger.read_object`` and ``then`` raise, at the object it is about. A caller that stops early leaves what
+    runs to come to its end unheeded.
     """
     coming: deque[tuple[ObjectRef, Future[T]]] = deque()
     at_work = threading.Semaphore(thread_count())

@@ -18,6 +18,7 @@ from typing import Any
 
 import fresh
 import pytest
+from helpers import slow_steps
 from helpers.open_streams import OpenStreams
 from helpers.otlp import Collector, collector
 from helpers.publish import Publisher
@@ -64,7 +65,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         traced = ("--otlp-traces-endpoint", f"{spans.url}/v1/traces")
         env = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "200"}
         flags = ("--delta-sync", run, "--delta-sync-config", CONFIG, *more, *ARGS, *traced)
-        with VllmServer(base, log, flags, env) as server:
+        with VllmServer(base, log, flags, env, plugins=[slow_steps]) as server:
             server.headers = {"Authorization": "Bearer second"}
             yield World(folder, base, Publisher.of_checkpoint(run, base, key=KEY, ack_uri=acks), server, spans)
 
@@ -176,15 +177,16 @@ def test_a_salt_of_the_user_still_separates(world: World) -> None:
 def test_a_request_that_waits_at_the_commit_does_not_find_old_blocks(world: World) -> None:
     prompt = list(range(202, 342))
     assert [cached(world.server, prompt) for _ in range(2)] == [0, 128]
-    busy = [open_stream(world.server, [20 + i] * 20, 1900) for i in range(8)]  # all the engine's places
-    for stream in busy:
-        stream.wait_tokens(2)
-    waiting = open_stream(world.server, prompt, 4)
-    time.sleep(0.5)
-    assert waiting.tokens == 0, "it must wait until after the commit"
-    world.server.wait_version(world.trainer.step(11, 0.05).version)
-    assert all(stream.finish_reason is None for stream in busy), "they must still hold their places at the commit"
-    assert waiting.tokens == 0
+    with world.server.slow_steps():
+        busy = [open_stream(world.server, [20 + i] * 20, 1900) for i in range(8)]  # all the engine's places
+        for stream in busy:
+            stream.wait_tokens(2)
+        waiting = open_stream(world.server, prompt, 4)
+        time.sleep(0.5)
+        assert waiting.tokens == 0, "it must wait until after the commit"
+        world.server.wait_version(world.trainer.step(11, 0.05).version)
+        assert all(stream.finish_reason is None for stream in busy), "they must still hold their places at the commit"
+        assert waiting.tokens == 0
     for stream in [*busy, waiting]:
         assert stream.join().error is None
     assert waiting.usage["prompt_tokens_details"]["cached_tokens"] in (0, None)

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from helpers import slow_steps
 from helpers.server import VllmServer
 from helpers.stream import open_stream
 from helpers.tiny_models import build
@@ -110,7 +111,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     public = str(KEY.save(folder / "run.key"))
     flags = ("--delta-sync", str(folder / "run"), "--delta-sync-public-key", public, "--delta-sync-config", CONFIG)
     env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    with VllmServer(base, folder / "server.log", (*LORA, *flags, "--enable-prompt-tokens-details"), env) as server:
+    with VllmServer(
+        base, folder / "server.log", (*LORA, *flags, "--enable-prompt-tokens-details"), env, plugins=[slow_steps]
+    ) as server:
         world = World(folder, peft.get_peft_model(model, settings), server)
         try:
             yield world
@@ -178,9 +181,10 @@ def test_no_version_reuses_anothers_cache(world: World) -> None:
 
 def test_requests_in_flight_go_on_and_say_which_tokens_are_whose(world: World) -> None:
     version = int(world.server.status()["version"])
-    stream = open_stream(world.server, PROMPT[:30], 1900)
-    stream.wait_tokens(20)
-    world.step()
+    with world.server.slow_steps():
+        stream = open_stream(world.server, PROMPT[:30], 1900)
+        stream.wait_tokens(20)
+        world.step()
     stream.join()
     spans = stream.usage["delta_sync"]["choices"][0]
     assert (stream.error, stream.tokens) == (None, 1900)

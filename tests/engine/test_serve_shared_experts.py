@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import cpu_exchange
+from helpers import cpu_exchange, slow_steps
 from helpers.open_streams import commit_under_streams
 from helpers.publish import Publisher
 from helpers.server import VllmServer
@@ -26,7 +26,7 @@ def followed(folder: Path, *args: str) -> tuple[Publisher, VllmServer]:
     trainer = Publisher.of_checkpoint(run, base)
     trainer.origin()
     args = ("--data-parallel-size", "2", *args, "--delta-sync", run, "--delta-sync-config", '{"read_back": true}')
-    return trainer, VllmServer(base, folder / "server.log", args, cpu_exchange.environment(folder / "plugin"))
+    return trainer, VllmServer(base, folder / "server.log", args, plugins=[cpu_exchange, slow_steps])
 
 
 def test_streams_go_on_and_both_engines_commit_at_one_pass(tmp_path: Path) -> None:
@@ -47,10 +47,11 @@ def test_without_expert_parallelism_every_expert_is_cut_over_the_engines(tmp_pat
     trainer, starting = followed(tmp_path)
     with starting as server:
         server.wait_version(1)
-        stream = open_stream(server, [20] * 30, TOKENS)
-        stream.wait_tokens(5)
-        for seed in range(COMMITS):
-            _take(trainer, server, seed)
+        with server.slow_steps():
+            stream = open_stream(server, [20] * 30, TOKENS)
+            stream.wait_tokens(5)
+            for seed in range(COMMITS):
+                _take(trainer, server, seed)
         assert (stream.join().error, stream.tokens) == (None, TOKENS)
         with pytest.raises(urllib.error.HTTPError, match="404"):  # each engine holds a part of it
             server.get_bytes(f"/delta_sync/tensors/{EXPERT}")
@@ -90,12 +91,13 @@ def _take(trainer: Publisher, server: VllmServer, seed: int) -> None:
 
 def _kill_one_engine(server: VllmServer) -> None:
     """The others can't go on without it: vLLM ends the server, and nobody is left waiting."""
-    streams = [open_stream(server, [20 + i] * 30, TOKENS) for i in range(2)]
-    for stream in streams:
-        stream.wait_tokens(5)
     children = psutil.Process(server.pid).children(recursive=True)
     [engine] = [process for process in children if "EngineCore_DP1" in " ".join([process.name(), *process.cmdline()])]
-    engine.kill()
-    psutil.Process(server.pid).wait(90)
+    with server.slow_steps():
+        streams = [open_stream(server, [20 + i] * 30, TOKENS) for i in range(2)]
+        for stream in streams:
+            stream.wait_tokens(5)
+        engine.kill()
+        psutil.Process(server.pid).wait(90)
     for stream in streams:
         assert stream.join(30).finish_reason in (None, "abort", "error")

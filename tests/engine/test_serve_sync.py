@@ -47,20 +47,21 @@ def test_control_is_off_without_an_admin_key(world: World) -> None:
 
 
 def test_running_requests_end_on_the_old_weights_and_new_ones_wait(world: World) -> None:
-    old = world.step(0)  # the first one compiles the trainer's kernels, which takes longer than the stream
+    old = world.step(0)
     alone = world.complete(400).body["choices"][0]["token_ids"]
     world.trainer.change(1, 0.05)
-    stream = open_stream(world.server, PROMPT, 1900)
-    stream.wait_tokens(1)
-    new = world.trainer.delta().version
-    world.server.wait_status("a drain", lambda s: s["draining"])
     with ThreadPoolExecutor(1) as pool:
-        patient = pool.submit(world.complete, 8, PROMPT[:20])
-        hasty = world.complete(timeout="0.2")
-        assert (hasty.code, hasty.headers["Retry-After"]) == (425, "1")
-        assert hasty.body["delta_sync"] == {"reason": "draining"}
-        assert not patient.done()
-        assert stream.tokens < 1900
+        with world.server.slow_steps():
+            stream = open_stream(world.server, PROMPT, 1900)
+            stream.wait_tokens(1)
+            new = world.trainer.delta().version
+            world.server.wait_status("a drain", lambda s: s["draining"])
+            patient = pool.submit(world.complete, 8, PROMPT[:20])
+            hasty = world.complete(timeout="0.2")
+            assert (hasty.code, hasty.headers["Retry-After"]) == (425, "1")
+            assert hasty.body["delta_sync"] == {"reason": "draining"}
+            assert not patient.done()
+            assert stream.tokens < 1900
         assert patient.result().headers["x-delta-sync-version"] == str(new)
     assert stream.join().error is None
     assert stream.usage["delta_sync"]["choices"] == [[span(old, 0, 1900)]]

@@ -57,11 +57,12 @@ def complete_choices(answer: Answer) -> Any:
 @pytest.fixture(scope="module")
 def streams(world: World) -> list[Stream]:
     """Two streams that three commits fell into."""
-    opened = [open_stream(world.server, PROMPT[:size], 1900) for size in SIZES]
-    for seed in range(3):
-        for stream in opened:
-            stream.wait_tokens(20 + 100 * seed)
-        world.step(seed)
+    with world.server.slow_steps():
+        opened = [open_stream(world.server, PROMPT[:size], 1900) for size in SIZES]
+        for seed in range(3):
+            for stream in opened:
+                stream.wait_tokens(20 + 100 * seed)
+            world.step(seed)
     return [stream.join() for stream in opened]
 
 
@@ -146,7 +147,7 @@ def test_a_header_that_makes_no_sense_is_400(world: World, headers: dict[str, st
 
 def test_an_exact_request_is_answered_wholly_by_that_version_or_not_at_all(world: World) -> None:
     version = world.version
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, world.server.slow_steps():
         body = {"prompt": PROMPT, "max_tokens": 1900}
         whole = pool.submit(world.post, "/v1/completions", body, version=str(version))
         stream = pool.submit(world.post, "/v1/completions", {**body, "stream": True}, version=str(version))
@@ -159,7 +160,7 @@ def test_an_exact_request_is_answered_wholly_by_that_version_or_not_at_all(world
         *chunks, last = stream.result().body
         assert (last["error"]["code"], last["delta_sync"]["reason"]) == (409, "changed")
         assert 0 < len(chunks) < 1900
-    assert witness.tokens < 1900, "both were ended at the commit, not at their last token"
+        assert witness.tokens < 1900, "both were ended at the commit, not at their last token"
     assert witness.join().error is None
 
 
@@ -209,9 +210,10 @@ def test_a_rollback_undoes_the_deltas_under_open_streams_and_is_proven(world: Wo
     newest = [world.step(60 + i) for i in range(2)][-1]
     other = world.complete(24).body["choices"][0]["token_ids"]
     assert other != answer
-    stream = open_stream(world.server, PROMPT, 1500)
-    stream.wait_tokens(20)
-    back = order(world, f"rollback?version={old}")
+    with world.server.slow_steps():
+        stream = open_stream(world.server, PROMPT, 1500)
+        stream.wait_tokens(20)
+        back = order(world, f"rollback?version={old}")
     assert (back.code, back.body["version"], back.body["pinned"]) == (200, old, old)
     assert (back.body["state_digest"], back.body["anchors_taken"]) == (before["state_digest"], before["anchors_taken"])
     assert world.server.get("/delta_sync/tensors?scan=1")["state_digest"] == before["state_digest"]

@@ -6,22 +6,7 @@ engine fails on a CPU. With these two, everything else of vLLM's data parallelis
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
-
-NAME = "cpu_exchange"
-
-
-def environment(folder: Path) -> dict[str, str]:
-    """Write an installed distribution with the plugin into ``folder``; the environment in which vLLM finds it."""
-    info = folder / f"{NAME}-1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{NAME} = {NAME}:install\n")
-    (folder / f"{NAME}.py").write_text(Path(__file__).read_text())
-    here = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": str(folder) + (os.pathsep + here if here else "")}
 
 
 def install() -> None:

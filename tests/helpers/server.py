@@ -12,12 +12,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
 
+from helpers import slow_steps, vllm_plugins
 from helpers.machine import SERVE_ARGS
 
 QUIET_CPU = {
@@ -53,6 +55,7 @@ class VllmServer:
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         base: Sequence[str] = SMALL,
+        plugins: Sequence[ModuleType] = (),
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -60,7 +63,11 @@ class VllmServer:
         self.headers: dict[str, str] = {}
         self._command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *base]
         self._command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny", *args]
+        self._slow = log.with_suffix(".slow")
         self._env = {**os.environ, **QUIET_CPU, **(env or {})}
+        if plugins:
+            self._env |= vllm_plugins.environment(log.with_suffix(".plugins"), *plugins)
+            self._env[slow_steps.WHILE] = str(self._slow)
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> VllmServer:
@@ -164,6 +171,15 @@ class VllmServer:
         body = {"model": "tiny", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         answer = self.post("/v1/completions", {**body, **more})
         return {**answer["choices"][0], "usage": answer["usage"]}
+
+    @contextlib.contextmanager
+    def slow_steps(self) -> Iterator[None]:
+        """Streams of a server with the plugin ``slow_steps`` don't end in here, for half a minute."""
+        self._slow.touch()
+        try:
+            yield
+        finally:
+            self._slow.unlink()
 
     def status(self) -> dict[str, Any]:
         """GET /delta_sync/status."""

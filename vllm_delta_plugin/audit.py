@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from delta_sync.errors import SyncTimeoutError
 from vllm_delta_plugin.background import Job, Pace
 from vllm_delta_plugin.commit import Device
-from vllm_delta_plugin.coverage import WeightMap, note_sum
+from vllm_delta_plugin.coverage import WeightMap
 from vllm_delta_plugin.live_digest import Digests
 from vllm_delta_plugin.requantised import Module, differences
 
@@ -18,12 +19,24 @@ _TRIES = 100
 _SHARE, _REST = 1 << 25, 2e-3
 
 
-def scan(job: Job[dict[str, int]], weights: WeightMap, device: Device, generation: Callable[[], int]) -> dict[str, int]:
-    """Digest of every region, all of one commit generation; SyncTimeoutError if commits never leave the time."""
+@dataclass(frozen=True)
+class Scan:
+    """Digest of every region, and one of which this rank has several copies that are not equal, if there is one.
+
+    The digest of such a region is its first copy's, whose changes are the ones that a stage counts.
+    """
+
+    sums: dict[str, int]
+    unequal: str | None
+
+
+def scan(job: Job[Any], weights: WeightMap, device: Device, generation: Callable[[], int]) -> Scan:
+    """All regions in one commit generation; SyncTimeoutError if commits never leave the time."""
     for _ in range(_TRIES):
-        sums = _scan_once(job, weights, device, generation)
-        if sums is not None:
-            return sums
+        found = _scan_once(job, weights, device, generation)
+        if found is not None:
+            return found
+        time.sleep(_REST)
     raise SyncTimeoutError("audit", expected="one scan between two commits", got=f"{_TRIES} scans crossed by commits")
 
 
@@ -49,12 +62,12 @@ def _differs(job: Job[Any], weights: WeightMap, module: Module, device: Device, 
     raise SyncTimeoutError("audit", expected="a module between two commits", got=f"{_TRIES} crossed by commits")
 
 
-def _scan_once(
-    job: Job[dict[str, int]], weights: WeightMap, device: Device, generation: Callable[[], int]
-) -> dict[str, int] | None:
+def _scan_once(job: Job[Any], weights: WeightMap, device: Device, generation: Callable[[], int]) -> Scan | None:
     regions = [region for regions in weights.regions.values() for region in regions]
     digests, pace, given = Digests(weights.storages, regions), Pace(), 0
     started = generation()
+    if started % 2:
+        return None
     with device.reading():
         for elements in digests:
             job.check()
@@ -70,6 +83,8 @@ def _scan_once(
     if generation() != started:
         return None
     sums: dict[str, int] = {}
+    unequal = None
     for region, value in zip(regions, values, strict=True):
-        note_sum(sums, region.key, value)
-    return sums
+        if sums.setdefault(region.key, value) != value:
+            unequal = region.key
+    return Scan(sums, unequal)

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -49,8 +50,8 @@ class Job(Generic[T]):
         self._cancelled.set()
 
     def _run(self) -> None:
-        _lower_priority(self._niceness)
         try:
+            _lower_priority(self._niceness)
             self.result = self._work(self)
         except Exception as error:  # noqa: BLE001 - kept, and reported by the poll
             self.error = error
@@ -75,8 +76,12 @@ class Pace:
 
 def _lower_priority(niceness: int) -> None:
     """Let the forward pass go first: on Linux priorities are a thread's, not the process's."""
-    if hasattr(os, "setpriority"):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+    if not hasattr(os, "setpriority"):
+        return
+    thread = threading.get_native_id()
+    if niceness > os.getpriority(os.PRIO_PROCESS, thread):  # a server may be started with less; more needs a right
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 def describe(error: Exception, key: str | None = None) -> dict[str, Any]:

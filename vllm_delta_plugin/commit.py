@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -12,17 +12,46 @@ from delta_sync.context_file import Decoded, decode_if_alone
 from delta_sync.delta_file import Unpacked
 from vllm_delta_plugin.coverage import WeightMap
 from vllm_delta_plugin.exchange import exchange
-from vllm_delta_plugin.live_storage import HAS_TRITON, LiveStorage
+from vllm_delta_plugin.live_storage import HAS_TRITON, LiveStorage, model_device
 from vllm_delta_plugin.staged import StageBuilder, Update
 
+Part = TypeVar("Part")
 _HOST_SHARE = 4  # staging may use this fraction of what memory is free
+
+
+class HalfSwapped(Exception):
+    """A swap failed, and what it had done could not be taken back: live bits are of two versions."""
 
 
 class Swap(Protocol):
     """Staged bits of all storages of one rank."""
 
     def swap(self, between: Callable[[], None]) -> None:
-        """Exchange staged and live bits, calling ``between`` half way; on an exception live bits are as before."""
+        """Exchange staged and live bits, calling ``between`` half way; on an exception live bits are as before.
+
+        HalfSwapped if they are not.
+        """
+
+
+def all_or_none(parts: Sequence[Part], exchange: Callable[[Part], None], between: Callable[[], None]) -> None:
+    """``exchange`` every part, ``between`` half way; on an exception those that were again, which undoes it.
+
+    HalfSwapped if that fails too.
+    """
+    done: list[Part] = []
+    try:
+        for number, part in enumerate(parts):
+            if number == len(parts) // 2:
+                between()
+            exchange(part)
+            done.append(part)
+    except BaseException as error:
+        try:
+            for part in done:
+                exchange(part)
+        except BaseException as second:  # noqa: BLE001  # told as what it means
+            raise HalfSwapped(f"{error!r}, and then {second!r}") from error
+        raise
 
 
 class Device(Protocol):
@@ -52,17 +81,11 @@ class HostSwap:
 
     def swap(self, between: Callable[[], None]) -> None:
         """See Swap."""
-        done: list[Update] = []
-        try:
-            for number, update in enumerate(self._updates):
-                if number == len(self._updates) // 2:
-                    between()
-                exchange(update.storage.array, update.index, update.bits)
-                done.append(update)
-        except BaseException:
-            for update in done:
-                exchange(update.storage.array, update.index, update.bits)
-            raise
+        all_or_none(self._updates, _exchange, between)
+
+
+def _exchange(update: Update) -> None:
+    exchange(update.storage.array, update.index, update.bits)
 
 
 class Host:
@@ -137,8 +160,8 @@ class Cuda:
 
 
 def device_of(storages: Sequence[LiveStorage]) -> Device:
-    """The device that the model runs on: that of all storages but the shadows in host memory."""
-    device = next((storage.bits.device for storage in storages if not storage.on_cpu), torch.device("cpu"))
+    """The device that the model runs on."""
+    device = model_device(storages)
     return Host() if device.type == "cpu" else Cuda(device)
 
 

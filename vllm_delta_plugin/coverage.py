@@ -64,7 +64,11 @@ class WeightMap:
             pass
         out: dict[str, int] = {}
         for region, value in zip(regions, digests.result, strict=True):
-            note_sum(out, region.key, value)
+            if out.setdefault(region.key, value) != value:
+                first = f"{out[region.key]:016x}"
+                raise IntegrityError(
+                    f"copies of region {region.key!r} on one rank", expected=first, got=f"{value:016x}"
+                )
         return out
 
     def check(self) -> None:
@@ -78,12 +82,6 @@ class WeightMap:
             got=reason,
             remedy="serve an unquantised dense or MoE model; on a GPU try --moe-backend triton",
         )
-
-
-def note_sum(sums: dict[str, int], key: str, value: int) -> None:
-    """Set ``sums[key]``; IntegrityError if another live copy of the region already gave another value."""
-    if sums.setdefault(key, value) != value:
-        raise IntegrityError(f"copies of region {key!r} on one rank", expected=f"{sums[key]:016x}", got=f"{value:016x}")
 
 
 def map_weights(model: torch.nn.Module, trace: Trace, shapes: Mapping[str, tuple[int, ...]]) -> WeightMap:

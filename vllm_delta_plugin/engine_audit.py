@@ -8,26 +8,28 @@ from collections.abc import Sequence
 from delta_sync.errors import IntegrityError
 from vllm_delta_plugin.main_thread import MainThread
 from vllm_delta_plugin.proof import Sums
-from vllm_delta_plugin.ranks import Ranks, Reply, first_failure
+from vllm_delta_plugin.ranks import RankError, Ranks, Reply, first_failure
 
 
 class Auditor:
     """Starts scans, polls them without waiting, and says when commits must wait for one.
 
     A scan starts after half of ``commits`` or after ``period`` seconds, and must have finished once per
-    ``commits`` commits. A scan that a commit crossed is done again.
+    ``commits`` commits. A scan that a commit crossed is done again, one that failed ``retry`` seconds later.
     """
 
-    def __init__(self, main: MainThread, ranks: Ranks, commits: int, period: float) -> None:
+    def __init__(self, main: MainThread, ranks: Ranks, commits: int, period: float, retry: float) -> None:
         self._main, self._ranks = main, ranks
-        self._commits, self._period = commits, period
+        self._commits, self._period, self._retry = commits, period, retry
         self._finished = time.monotonic()
+        self._not_before = self._finished
         self._since = 0
         self._wanted = False
         self._crossed = False
         self._again = False  # what the last scan found did not count
         self.running = False
         self.damage: IntegrityError | None = None  # found by the last scan: what is served is not what weights make
+        self.copies_differ = False  # found by the last scan, on one rank: its sums don't say which copy is right
 
     @property
     def must_finish(self) -> bool:
@@ -47,28 +49,38 @@ class Auditor:
         """Start or poll a scan; when one is done, each rank's region sums, else None. RankError if a rank cannot."""
         if not self.running:
             if self._due():
-                self._main.run(lambda: self._ranks.tell("audit_begin", self._again))
-                self.running, self._wanted, self._crossed = True, False, False
+                self._begin()
             return None
         replies = self._main.run(lambda: self._ranks.ask("audit_poll"))
         if (error := first_failure(replies)) is not None:
-            self._end()
-            raise error
+            raise self._failed(error)
         if any(reply["state"] != "done" for reply in replies):
             return None
         if self._crossed:
             self.running, self._wanted, self._again = False, True, True
             return None
-        self._end()
-        self.damage = _damage(replies)
+        self.running, self._again, self._since, self._finished = False, False, 0, time.monotonic()
+        copies = _unequal_copies(replies)
+        self.damage, self.copies_differ = copies or _damage(replies), copies is not None
         return [reply["regions"] for reply in replies]
 
-    def _due(self) -> bool:
-        waited = time.monotonic() - self._finished
-        return self._wanted or self._since * 2 >= self._commits or waited >= self._period
+    def _begin(self) -> None:
+        replies = self._main.run(lambda: self._ranks.ask("audit_begin", self._again))
+        if (error := first_failure(replies)) is not None:
+            raise self._failed(error)
+        self.running, self._wanted, self._crossed = True, False, False
 
-    def _end(self) -> None:
-        self.running, self._again, self._since, self._finished = False, False, 0, time.monotonic()
+    def _failed(self, error: RankError) -> RankError:
+        """Nothing is known of the weights that was not before: commits go on waiting for a scan if one was due."""
+        self.running, self._wanted, self._again = False, True, True
+        self._not_before = time.monotonic() + self._retry
+        return error
+
+    def _due(self) -> bool:
+        now = time.monotonic()
+        if now < self._not_before:
+            return False
+        return self._wanted or self._since * 2 >= self._commits or now - self._finished >= self._period
 
 
 def _damage(replies: Sequence[Reply]) -> IntegrityError | None:
@@ -79,6 +91,18 @@ def _damage(replies: Sequence[Reply]) -> IntegrityError | None:
                 expected="the bits that vLLM makes of the proven weights",
                 got="others",
                 remedy="something else wrote to the weights: making them anew",
+            )
+    return None
+
+
+def _unequal_copies(replies: Sequence[Reply]) -> IntegrityError | None:
+    for rank, reply in enumerate(replies):
+        if (region := reply.get("unequal")) is not None:
+            return IntegrityError(
+                f"copies of live region {region!r} on rank {rank}",
+                expected="the same bits in each",
+                got="others",
+                remedy="something else wrote to the weights: re-anchoring",
             )
     return None
 

@@ -241,15 +241,16 @@ class ExpertGroup:
 
     # -- damage --------------------------------------------------------------------------------
 
-    def report_damage(self, found: Sequence[Sums], error: DeltaSyncError) -> bool:
+    def report_damage(self, found: Sequence[Sums], error: DeltaSyncError, copies_differ: bool) -> bool:
         """See Group."""
         number = self._damages[self.engine] = self._damages[self.engine] + 1
         letter = {"commits": self._commits, "found": [_plain(sums) for sums in found], "error": str(error)}
+        letter["copies_differ"] = copies_differ
         self._box.post(f"damage/{self.engine}/{number}", letter)
         self._box.count(f"damage/{self.engine}", 1)
         return True
 
-    def damage(self, sums: Sequence[Sums]) -> tuple[Sequence[Sums], IntegrityError] | None:
+    def damage(self, sums: Sequence[Sums]) -> tuple[Sequence[Sums], IntegrityError, bool] | None:
         """See Group. Not of what a commit healed before it was heard of here: it left nothing of what was damaged."""
         for engine in set(range(self.engines)) - {self.engine}:
             for number in range(self._damages[engine] + 1, self._box.count(f"damage/{engine}") + 1):
@@ -257,7 +258,7 @@ class ExpertGroup:
                 self._damages[engine] = number
                 if letter["commits"] == self._commits:
                     error = IntegrityError(f"engine {engine}: {letter['error']}")
-                    return self._with(sums, engine, letter["found"]), error
+                    return self._with(sums, engine, letter["found"]), error, letter["copies_differ"]
         return None
 
     # -- operators' commands -------------------------------------------------------------------

@@ -14,7 +14,7 @@ from delta_sync.delta_file import UnpackedGroup
 from vllm_delta_plugin.gpu_decode import beyond, check_found, decode
 from vllm_delta_plugin.gpu_kernels import CODED_BLOCK, stage_coded
 from vllm_delta_plugin.gpu_pieces import OnDevice, row
-from vllm_delta_plugin.live_storage import SIGNED, LiveStorage
+from vllm_delta_plugin.live_storage import SIGNED, LiveStorage, model_device
 from vllm_delta_plugin.regions import Region
 
 
@@ -56,7 +56,7 @@ def stage_coded_on_device(
     group: UnpackedGroup, pieces: Sequence[CodedPiece], storages: Sequence[LiveStorage]
 ) -> tuple[OnDevice, Pending]:
     """Stage one group's changes, at least one, on the current stream, without waiting; FormatError."""
-    device, width = storages[0].bits.device, group.coded.dtype.itemsize
+    device, width = model_device(storages), group.coded.dtype.itemsize
     changes = decode(group, device)
     report = torch.zeros(2 + 3 * len(pieces), dtype=torch.int64, device=device)
     report[:2].copy_(changes.found)

@@ -1,6 +1,6 @@
 """The swap on a GPU: what is staged are the bits that differ, and flipping them twice leaves live bits as they were.
 
-One launch per element width, over absolute addresses, so storages need no loop.
+One launch for each staged object and element width, over absolute addresses, so storages need no loop.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from vllm_delta_plugin.commit import all_or_none
 from vllm_delta_plugin.live_storage import HAS_TRITON
 from vllm_delta_plugin.staged import StageBuilder, Update
 from vllm_delta_plugin.transfer import to_device
@@ -30,13 +31,13 @@ class GpuSwap:
         self._ready.record(torch.cuda.current_stream(device))
 
     def swap(self, between: Callable[[], None]) -> None:
-        """See commit.Swap: one launch per width after ``between``, so nothing is half done."""
-        between()
+        """See commit.Swap."""
         stream = torch.cuda.current_stream()
         stream.wait_event(self._ready)
-        for group in self._groups:
-            group.flip(stream)
-        self._committed.record(stream)
+        try:
+            all_or_none(self._groups, lambda group: group.flip(stream), between)
+        finally:
+            self._committed.record(stream)
 
 
 class _TritonGroup:
@@ -54,20 +55,20 @@ class _TritonGroup:
 
 
 class _TorchGroup:
-    def __init__(self, updates: Sequence[Update], device: torch.device) -> None:
-        self._items = [(update.storage.bits, *_uploaded(update, device)) for update in updates]
+    def __init__(self, update: Update, device: torch.device) -> None:
+        self._live = update.storage.bits
+        self._index, self._staged = _uploaded(update, device)
 
     def flip(self, stream: Any) -> None:
-        for live, index, staged in self._items:
-            index.record_stream(stream)
-            staged.record_stream(stream)
-            live.index_put_((index,), live[index] ^ staged)
+        self._index.record_stream(stream)
+        self._staged.record_stream(stream)
+        self._live.index_put_((self._index,), self._live[self._index] ^ self._staged)
 
 
 def _groups(builder: StageBuilder, device: torch.device) -> list[Any]:
     updates = builder.updates()
     if not HAS_TRITON:
-        return [_TorchGroup(updates, device)]
+        return [_TorchGroup(update, device) for update in updates]
     ready = list(builder.on_device) if isinstance(builder, GpuStageBuilder) else []
     return [_TritonGroup(group) for group in [*ready, *(_joined(same, device) for same in _by_width(updates))]]
 

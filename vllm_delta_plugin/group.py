@@ -57,11 +57,11 @@ class Group(Protocol):
     def agree(self, ok: bool) -> int | None:
         """Within that function: an engine at which it failed, if there is one; the same answer on all."""
 
-    def report_damage(self, found: Sequence[Sums], error: DeltaSyncError) -> bool:
+    def report_damage(self, found: Sequence[Sums], error: DeltaSyncError, copies_differ: bool) -> bool:
         """Tell the others that this engine's live weights are not what was proven; whether there are others."""
 
-    def damage(self, sums: Sequence[Sums]) -> tuple[Sequence[Sums], IntegrityError] | None:
-        """Such news of another engine: all ranks' sums with what it found, and its error."""
+    def damage(self, sums: Sequence[Sums]) -> tuple[Sequence[Sums], IntegrityError, bool] | None:
+        """Such news of another engine: all ranks' sums with what it found, its error, whether its copies differ."""
 
     def shown(self) -> Mapping[str, Any]:
         """What status says of it."""
@@ -102,11 +102,11 @@ class Alone:
         """See Group."""
         return None
 
-    def report_damage(self, found: Sequence[Sums], error: DeltaSyncError) -> bool:
+    def report_damage(self, found: Sequence[Sums], error: DeltaSyncError, copies_differ: bool) -> bool:
         """See Group."""
         return False
 
-    def damage(self, sums: Sequence[Sums]) -> tuple[Sequence[Sums], IntegrityError] | None:
+    def damage(self, sums: Sequence[Sums]) -> tuple[Sequence[Sums], IntegrityError, bool] | None:
         """See Group."""
         return None
 

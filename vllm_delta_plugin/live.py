@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,10 +31,14 @@ _STRICTEST_FIRST: tuple[PromptCache, ...] = ("none", "new_session", "all")
 
 @dataclass(frozen=True)
 class Audit:
-    """What a scan found: each rank's region sums, and the first that is not what was proven."""
+    """What a scan found: each rank's region sums, and the first that is not what was proven.
+
+    ``copies_differ``: a rank has several copies of a region, and the sums don't say which is right.
+    """
 
     found: Sequence[Sums]
     error: IntegrityError | None
+    copies_differ: bool = False
 
 
 class Live:
@@ -54,7 +59,7 @@ class Live:
         self.ranks = len(replies)
         self._layout = Layout(_tensors(replies), sums)
         self._stager = Stager(main, ranks, config.stage_timeout, group)
-        self._auditor = Auditor(main, ranks, config.audit_commits, config.audit_period)
+        self._auditor = Auditor(main, ranks, config.audit_commits, config.audit_period, config.retry)
         self._serves: Manifest | None = None
         self.lora: Mapping[str, Any] | None = replies[0].get("lora")
         self.shadow_bytes = sum(int(reply.get("shadow_bytes") or 0) for reply in replies)
@@ -209,13 +214,12 @@ class Live:
                 remedy="raise stage_bytes, or restart the server from this anchor's folder",
             )
 
-    def forget(self, found: Sequence[Sums]) -> None:
+    def forget(self, found: Sequence[Sums], copies_differ: bool = False) -> None:
         """Trust only what a scan of all ranks found: no version is known to be live."""
-        self._serves, self._sums = None, found
-        try:
-            self._proven = Proven.of(self._layout, found)
-        except IntegrityError:
-            self._proven = None
+        self._serves, self._sums, self._proven = None, found, None
+        if not copies_differ:
+            with suppress(IntegrityError):
+                self._proven = Proven.of(self._layout, found)
 
     def request_audit(self) -> None:
         """Scan as soon as possible."""
@@ -228,10 +232,11 @@ class Live:
             elsewhere = self._group.damage(self._sums)
             self.stale = self.stale or elsewhere is not None
             return None if elsewhere is None else Audit(*elsewhere)
+        differ = self._auditor.copies_differ
         error = compare(found, self._group.own(self._sums)) or self._auditor.damage
-        told = error is not None and self._group.report_damage(found, error)  # then all stage what heals it
+        told = error is not None and self._group.report_damage(found, error, differ)  # then all stage what heals it
         self.stale = self.stale or told or self._auditor.damage is not None
-        return Audit(self._group.with_own(self._sums, found), error)
+        return Audit(self._group.with_own(self._sums, found), error, differ)
 
 
 def adapter_of(manifest: Manifest) -> str | None:

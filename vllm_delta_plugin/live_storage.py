@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -73,3 +74,8 @@ def live_storage(owner: str, tensor: torch.Tensor) -> LiveStorage:
     bits = torch.empty(0, dtype=signed, device=tensor.device)
     bits.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
     return LiveStorage(owner, dtype, bits)
+
+
+def model_device(storages: Sequence[LiveStorage]) -> torch.device:
+    """Where the model runs: where all storages are but the shadows in host memory."""
+    return next((storage.bits.device for storage in storages if not storage.on_cpu), torch.device("cpu"))

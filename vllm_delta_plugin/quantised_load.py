@@ -126,11 +126,12 @@ def _made(weights: WeightMap, name: str, module: torch.nn.Module, untouched: fro
     for part, tensor in module._parameters.items():
         if tensor is None or part in untouched:
             continue
-        owner = f"{name}.{part}"
-        if tensor.untyped_storage().data_ptr() in numbers:
+        owner, address = f"{name}.{part}", tensor.untyped_storage().data_ptr()
+        if address in numbers:  # a commit would flip its bits twice
             raise MappingError(f"parameter {owner!r}", expected="memory of its own", got="another parameter's")
         weights.storages.append(made_storage(owner, tensor))
-        made[part] = Box.of(len(weights.storages) - 1, tensor)
+        numbers[address] = len(weights.storages) - 1
+        made[part] = Box.of(numbers[address], tensor)
     return made
 
 

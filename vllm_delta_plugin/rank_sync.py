@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from delta_sync.errors import ConflictError, MappingError
+from delta_sync.errors import ConflictError, IntegrityError, MappingError, SyncTimeoutError
 from delta_sync.plan import Plan
 from delta_sync.store.cache import MAX_BYTES, ObjectCache
 from delta_sync.store.open import open_store
+from delta_sync.threads import thread_count
 from vllm_delta_plugin import background, stage
 from vllm_delta_plugin.adapter_slot import AdapterSlot
 from vllm_delta_plugin.anchor_diff import load_dense
-from vllm_delta_plugin.audit import damaged, scan
+from vllm_delta_plugin.audit import Scan, damaged, scan
 from vllm_delta_plugin.background import Job
-from vllm_delta_plugin.commit import Host, device_of
+from vllm_delta_plugin.commit import HalfSwapped, Host, device_of
 from vllm_delta_plugin.coverage import WeightMap
 from vllm_delta_plugin.faults import Faults
 from vllm_delta_plugin.reading import ReadingLedger
@@ -48,6 +49,7 @@ class RankSync:
         self.weights = weights
         self._faults = Faults(rank, config.get("fault") or {})
         self._faults.at("attach")
+        thread_count()  # refused here, as no object is to blame for a setting
         self._ledger = ReadingLedger(open_store(str(config["uri"])), cache=_cache(config))
         self._device = device_of(weights.storages)
         for storage in {(storage.dtype, storage.on_cpu): storage for storage in weights.storages}.values():
@@ -57,9 +59,10 @@ class RankSync:
         self._stage: Job[Staged] | None = None
         self._base = -1  # generation at which staging read the live bits
         self._committed: int | None = None
+        self._mixed = False  # a swap failed half way and could not be taken back
         self._dense: Job[dict[str, int]] | None = None
         self._dense_target: int | None = None
-        self._audit: Job[tuple[dict[str, int], str | None]] | None = None
+        self._audit: Job[tuple[Scan, str | None]] | None = None
         self.version: int | None = None
 
     def describe(self) -> Reply:
@@ -121,6 +124,9 @@ class RankSync:
         self._faults.at("commit")
         try:
             self._swap(staged, lambda: self._faults.at("commit_half"))
+        except HalfSwapped:
+            self._mixed = True
+            raise
         except BaseException:
             self._base = self._generation  # a failed swap has put the old bits back
             raise
@@ -128,8 +134,10 @@ class RankSync:
         return {"state": "committed", "generation": self._generation}
 
     def undo(self, target: int) -> Reply:
-        """Swap back; does nothing where this version was not committed, so every rank may be told."""
+        """Swap back; does nothing where this version was not committed, so every rank may be told. IntegrityError."""
         self._faults.at("undo")
+        if self._mixed:
+            raise IntegrityError("live weights", expected="one version's", got=f"some of version {target}'s")
         if self._committed is None:
             return {"state": "unchanged", "generation": self._generation}
         staged = self._staged(target)
@@ -170,7 +178,7 @@ class RankSync:
         if self.weights.requantised is not None and not again:
             self.weights.requantised.next_turn()
 
-        def work(job: Job[Any]) -> tuple[dict[str, int], str | None]:
+        def work(job: Job[Any]) -> tuple[Scan, str | None]:
             looking = job, self.weights, self._device, lambda: self._generation
             return scan(*looking), damaged(*looking)
 
@@ -178,7 +186,7 @@ class RankSync:
         return {"state": "running"}
 
     def audit_poll(self) -> Reply:
-        """Where the scan stands; once it is done every region's digest, and a module that is damaged."""
+        """Where the scan stands; once it is done every region's digest, a module that is damaged, unequal copies."""
         job = self._audit
         if job is None:
             return {"state": "idle"}
@@ -186,8 +194,9 @@ class RankSync:
             raise job.error
         if job.result is None:
             return {"state": "running"}
-        regions, module = job.result
-        return {"state": "done", "regions": regions, "damaged": module, "generation": self._generation}
+        found, module = job.result
+        told = {"regions": found.sums, "unequal": found.unequal, "damaged": module}
+        return {"state": "done", **told, "generation": self._generation}
 
     def read_tensor(self, name: str) -> Reply:
         """This rank's live bits of a tensor: region key -> row-major little-endian bytes of that region."""
@@ -223,8 +232,11 @@ class RankSync:
     def _no_open_commit(self) -> None:
         if self._committed is not None:
             raise ConflictError("staging", expected="a settled commit", got=f"version {self._committed} unsettled")
-        if self._dense is not None and self._dense.running:
-            raise ConflictError("staging", expected="no dense load", got=f"one of version {self._dense_target} running")
+        if self._dense is not None and self._dense.running:  # the engine waits no longer for it
+            self._dense.cancel()
+            raise SyncTimeoutError(
+                "staging", expected="no dense load", got=f"one of version {self._dense_target}, being stopped"
+            )
         self._dense = None
 
     def _poll_dense(self, job: Job[dict[str, int]]) -> Reply:

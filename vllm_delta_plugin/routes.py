@@ -74,6 +74,9 @@ async def tensors(request: Request, scan: bool = False) -> Response:
     answers = await ask(request, "delta_sync_tensors", scan, timeout=_SCAN_SECONDS if scan else _SECONDS)
     if isinstance(answers, Response):
         return answers
+    for answer in answers:
+        if "error" in answer:
+            return refuse(503, answer["error"])
     last = furthest_behind(answers)
     if len(answers) == 1:
         return JSONResponse(answers[last])

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
+from delta_sync.errors import DeltaSyncError
 from vllm_delta_plugin.holding import Hold
 from vllm_delta_plugin.live import Audit, Live
 from vllm_delta_plugin.reporter import Reporter
@@ -20,12 +21,13 @@ class Scans:
     def __init__(self, live: Live, status: Status, report: Reporter, hold: Hold, stop: threading.Event) -> None:
         self._live, self._status, self._report, self._hold, self._stop = live, status, report, hold, stop
         self._asked: list[Future[dict[str, Any]]] = []
+        self._awaited: list[Future[dict[str, Any]]] = []  # asked for before the scan that runs began
 
     def __bool__(self) -> bool:
-        return bool(self._asked) or self._live.auditing
+        return bool(self._asked or self._awaited) or self._live.auditing
 
     def ask(self) -> Future[dict[str, Any]]:
-        """A future ``tensors`` answer made by a scan that starts now."""
+        """A future ``tensors`` answer made by a scan that has yet to start, or {"error": why there is none}."""
         future: Future[dict[str, Any]] = Future()
         self._asked.append(future)
         return future
@@ -42,19 +44,26 @@ class Scans:
 
     def step(self) -> None:
         """Begin a scan that is due, or see to the one that runs; returns at once."""
-        if self._asked:
+        asked, was_running = len(self._asked), self._live.auditing
+        if asked or self._awaited:
             self._live.request_audit()
-        audit = self._live.audit_step()
-        self._status.audit.state = "running" if self._live.auditing else "idle"
+        try:
+            audit = self._live.audit_step()
+        except DeltaSyncError as error:
+            self._await(asked)
+            self._answer({"error": str(error)})
+            raise
+        finally:
+            self._status.audit.state = "running" if self._live.auditing else "idle"
         if audit is not None:
             self._judge(audit)
+        elif self._live.auditing and not was_running:
+            self._await(asked)
 
     def finish_one(self) -> None:
-        """Return once a scan of live memory is done, and what it found is known."""
-        before = self._status.audit.completed
-        self._live.request_audit()
-        while self._status.audit.completed == before and not self._stop.wait(_POLL):
-            self._live.request_audit()
+        """Return once a scan that starts now is done, and what it found is known; raises why there is none."""
+        future = self.ask()
+        while not future.done() and not self._stop.wait(_POLL):
             self.step()
 
     def _judge(self, audit: Audit) -> None:
@@ -63,9 +72,17 @@ class Scans:
         if audit.error is None:
             self._status.audit.last_ok_version = self._status.served.version
         else:
-            self._live.forget(audit.found)  # from here on only what the scan found counts
+            self._live.forget(audit.found, audit.copies_differ)  # from here on only what the scan found counts
             self._report.poisoned(audit.error, self._live.state_digest)
             self._hold.clear()
-        answer, asked, self._asked = self.tensors(), self._asked, []
-        for future in asked:
+        self._answer(self.tensors())
+
+    def _await(self, asked: int) -> None:
+        """The first so many wait for the scan that runs."""
+        self._awaited += self._asked[:asked]
+        del self._asked[:asked]  # others may be asking meanwhile
+
+    def _answer(self, answer: dict[str, Any]) -> None:
+        awaited, self._awaited = self._awaited, []
+        for future in awaited:
             future.set_result(answer)

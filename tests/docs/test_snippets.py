@@ -13,6 +13,7 @@ import sys
 from dataclasses import fields
 from urllib.parse import urlsplit
 
+import huggingface_hub.constants
 import pytest
 import shell_block
 import world as worlds
@@ -131,6 +132,7 @@ def check_serve(parser, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -
     for name in ("VLLM_PLUGINS", "DELTA_SYNC_CONFIG"):
         monkeypatch.setenv(name, "")  # so that what the flag sets is undone
         monkeypatch.delenv(name)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # other tests' files may have set it
     args = parser.parse_args(arguments)
     args.validate(args)
     args.model = args.model_tag

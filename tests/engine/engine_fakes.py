@@ -58,6 +58,7 @@ class Rank:
     skew: int = 0  # added to the staged "norm" sum: a wrong proof
     fail: set[str] = field(default_factory=set)
     damaged: str | None = None  # a module that is served otherwise than made of its weights, until all are made anew
+    unequal: str | None = None  # a region of which the rank has several copies that differ
     anew: bool = False  # whether what is staged does that
     adapter: str | None = None  # sha256 of the object that is loaded
     next_adapter: str | None = None
@@ -161,7 +162,7 @@ class Rank:
         return {"state": "running"}
 
     def audit_poll(self) -> dict[str, Any]:
-        return {"state": "done", "regions": self.sums(self.live), "damaged": self.damaged}
+        return {"state": "done", "regions": self.sums(self.live), "damaged": self.damaged, "unequal": self.unequal}
 
 
 def describe(error: Exception, key: str | None = None) -> dict[str, Any]:

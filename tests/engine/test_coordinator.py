@@ -462,6 +462,58 @@ def test_copies_that_drift_apart_are_poison_too(trainer, replica_of) -> None:
     assert replica.executor.equal(trainer.weights)
 
 
+def test_of_copies_on_one_rank_that_differ_an_anchor_says_which_is_right(trainer, replica_of) -> None:
+    """Their sums may be what was proven: those of the copy that is not damaged."""
+    trainer.origin()
+    replica = replica_of(audit_commits=2).start()
+    replica.wait_version(1)
+    rank = replica.executor.ranks[1]
+    rank.unequal = KEYS[1]["norm"]
+    trainer.step(1)
+    status = replica.wait("poison", lambda s: s["state"] == "poisoned")
+    assert "copies of live region 'norm" in status["last_error"]["error"]
+    rank.unequal = None
+    anchor(trainer, trainer.writer.head)
+    assert replica.wait_version(2)["anchors_taken"] == 1
+    assert replica.executor.equal(trainer.weights)
+
+
+def test_a_scan_that_fails_is_none(trainer, replica_of) -> None:
+    """It is tried again until it succeeds, commits wait for it, and who asked for one hears why there is none."""
+    trainer.origin()
+    replica = replica_of(audit_commits=2).start()
+    replica.wait_version(1)
+    rank = replica.executor.ranks[1]
+    for method in ("audit_poll", "audit_begin"):
+        rank.fail = {method}
+        assert replica.coordinator.scan().result(10) == {"error": f"rank 1: {method} fails"}
+    for seed in range(2):
+        replica.wait_version(trainer.step(seed).version)
+    waiting = trainer.step(2).version
+    replica.wait("it to be seen", lambda s: s["newest_version"] == waiting)
+    tried = replica.executor.calls.count("audit_begin")
+    replica.wait("another try", lambda s: replica.executor.calls.count("audit_begin") > tried + 1)
+    assert (replica.status["version"], replica.status["audit"]["completed"]) == (waiting - 1, 0)
+    assert "audit_begin fails" in replica.status["last_error"]["error"]
+    rank.fail = set()
+    assert replica.wait_version(waiting)["audit"]["completed"] >= 1
+
+
+def test_who_asks_while_a_scan_runs_waits_for_the_next(trainer, replica_of) -> None:
+    trainer.origin()
+    replica = replica_of().start()
+    replica.wait_version(1)
+    rank, hold = replica.executor.ranks[0], threading.Event()
+    poll = rank.audit_poll
+    rank.audit_poll = lambda: poll() if hold.is_set() else {"state": "running"}
+    first = replica.coordinator.scan()
+    replica.wait("the scan", lambda s: s["audit"]["state"] == "running")
+    second = replica.coordinator.scan()
+    hold.set()
+    assert first.result(10) == second.result(10)
+    assert replica.executor.calls.count("audit_begin") == 2
+
+
 def test_commits_wait_for_the_audit_that_is_due(trainer, replica_of) -> None:
     trainer.origin()
     replica = replica_of(audit_commits=2)

@@ -7,22 +7,23 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace as Space
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from delta_sync.errors import IntegrityError, MappingError, SyncTimeoutError
-from vllm_delta_plugin import rank_sync
-from vllm_delta_plugin.audit import scan
+from delta_sync.errors import FormatError, IntegrityError, MappingError, SyncTimeoutError
+from vllm_delta_plugin import background, quantised_load, rank_sync
+from vllm_delta_plugin.audit import Scan, scan
 from vllm_delta_plugin.background import Cancelled, Job, describe
 from vllm_delta_plugin.checkpoint_index import checkpoint_tensors
-from vllm_delta_plugin.commit import Host, HostSwap
+from vllm_delta_plugin.commit import HalfSwapped, Host, HostSwap, all_or_none
 from vllm_delta_plugin.coverage import TensorInfo, WeightMap
 from vllm_delta_plugin.faults import Faults, InjectedFault
 from vllm_delta_plugin.gpu_swap import _TorchGroup
-from vllm_delta_plugin.live_storage import LiveStorage, live_storage
+from vllm_delta_plugin.live_storage import LiveStorage, live_storage, model_device
 from vllm_delta_plugin.refusals import check_config
 from vllm_delta_plugin.regions import make_region
 from vllm_delta_plugin.rehearsal import rehearse
@@ -74,6 +75,57 @@ def test_a_swap_that_fails_half_way_puts_the_old_bits_back() -> None:
     assert all(np.array_equal(s.array, b) for s, b in zip(live, before, strict=True))
 
 
+def test_a_swap_that_cannot_be_taken_back_says_so() -> None:
+    tries: list[int] = []
+
+    def exchange(part: int) -> None:
+        tries.append(part)
+        if part == 1 or tries.count(part) == 2:
+            raise InjectedFault(f"at {part}")
+
+    with pytest.raises(HalfSwapped, match=r"at 1.*at 0"):
+        all_or_none([0, 1], exchange, lambda: None)
+    assert tries == [0, 1, 0]
+
+
+def test_a_rank_whose_swap_was_not_taken_back_cannot_undo(tmp_path: Path) -> None:
+    """So the engine ends, rather than serve half of a version as the one before."""
+    rank = rank_sync.RankSync(weight_map(), {"uri": str(tmp_path / "run")}, rank=0, world_size=1)
+
+    def swap(between: Callable[[], None]) -> None:
+        raise HalfSwapped("at 1, and then at 0")
+
+    rank._stage = run(lambda job: Space(target=2, swap=Space(swap=swap)))
+    rank._base = rank._generation
+    with pytest.raises(HalfSwapped):
+        rank.commit(2)
+    with pytest.raises(IntegrityError, match="some of version 2's"):
+        rank.undo(2)
+
+
+def test_a_load_that_nobody_waits_for_is_stopped_and_stands_in_the_way_of_nothing(tmp_path: Path) -> None:
+    rank = rank_sync.RankSync(weight_map(), {"uri": str(tmp_path / "run")}, rank=0, world_size=1)
+    release = threading.Event()
+
+    def load(job: Job[dict[str, int]]) -> dict[str, int]:
+        assert release.wait(20)
+        job.check()
+        return {}
+
+    rank._dense = Job("load", 0, load)
+    with pytest.raises(SyncTimeoutError, match="being stopped"):  # which says nothing about the version
+        rank.stage_drop()
+    release.set()
+    wait_for(rank._dense)
+    assert rank.stage_drop() == {"state": "idle"}
+
+
+def test_a_setting_that_makes_no_sense_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTA_SYNC_THREADS", "0")
+    with pytest.raises(FormatError, match="DELTA_SYNC_THREADS"):
+        rank_sync.RankSync(weight_map(), {"uri": str(tmp_path / "run")}, rank=0, world_size=1)
+
+
 class StandsStill(Host):
     """A device whose swaps do nothing."""
 
@@ -99,10 +151,12 @@ def test_the_torch_fallback_swaps_like_the_compiled_kernel(monkeypatch: pytest.M
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     live, same = storages(), storages()
     HostSwap(updates(live)).swap(lambda: None)
-    group = _TorchGroup(updates(same), torch.device("cpu"))
-    group.flip(None)
+    groups = [_TorchGroup(update, torch.device("cpu")) for update in updates(same)]
+    for group in groups:
+        group.flip(None)
     assert all(np.array_equal(a.array, b.array) for a, b in zip(live, same, strict=True))
-    group.flip(None)
+    for group in groups:
+        group.flip(None)
     assert all(np.array_equal(a.array, b.array) for a, b in zip(storages(), same, strict=True))
 
 
@@ -112,13 +166,36 @@ def weight_map() -> WeightMap:
     return WeightMap(live, {f"t{i}": TensorInfo(s.dtype, (50,)) for i, s in enumerate(live)}, regions)
 
 
-def run(work: Callable[[Job[dict[str, int]]], dict[str, int]]) -> Job[dict[str, int]]:
-    job = Job("test", 0, work)
+def run(work: Callable[[Job[Any]], Any]) -> Job[Any]:
+    return wait_for(Job("test", 0, work))
+
+
+def wait_for(job: Job[Any]) -> Job[Any]:
     deadline = time.monotonic() + 20
     while job.running:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     return job
+
+
+@pytest.mark.parametrize(("now", "asked", "got"), [(0, 5, 5), (7, 5, None), (5, 5, None), (0, 0, None)])
+def test_a_job_gives_way_but_takes_no_priority(
+    now: int, asked: int, got: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may itself have been started with less, and taking more is a right that few have."""
+    said: list[int] = []
+    monkeypatch.setattr(background.os, "getpriority", lambda which, who: now)
+    monkeypatch.setattr(background.os, "setpriority", lambda which, who, niceness: said.append(niceness))
+    assert wait_for(Job("test", asked, lambda job: "done")).result == "done"
+    assert said == ([] if got is None else [got])
+
+
+def test_a_job_works_where_priorities_may_not_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: int) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(background.os, "setpriority", refused)
+    assert wait_for(Job("test", 19, lambda job: "done")).result == "done"
 
 
 def test_a_scan_crossed_by_a_commit_starts_over() -> None:
@@ -127,8 +204,44 @@ def test_a_scan_crossed_by_a_commit_starts_over() -> None:
     reads = iter([0, 0, 0, 1, 2, 2, 3, 4, 4, 4, 4])
 
     job = run(lambda job: scan(job, weights, Host(), lambda: next(reads)))
-    assert job.result == weights.digests()
+    assert job.result == Scan(weights.digests(), None)
     assert next(reads, None) is None
+
+
+def test_a_scan_does_not_begin_within_a_swap() -> None:
+    weights = weight_map()
+    reads = iter([1, 2, 2, 2, 2])
+    job = run(lambda job: scan(job, weights, Host(), lambda: next(reads)))
+    assert job.result == Scan(weights.digests(), None)
+
+
+def test_a_scan_tells_of_copies_that_differ() -> None:
+    """Which of them is right it doesn't know: the sums are the first one's, as staging counts that one's changes."""
+    live = storages(1) + storages(1)
+    regions = {"t": [make_region("t", i, (50,), 0, (1,), 0, (1,)) for i in range(2)]}
+    weights = WeightMap(live, {"t": TensorInfo(live[0].dtype, (50,))}, regions)
+    sums = weights.digests()
+    for damaged in (1, 0):
+        live[damaged].array[7] ^= 1
+        found = run(lambda job: scan(job, weights, Host(), lambda: 0)).result
+        assert found.unequal == regions["t"][0].key
+        assert (found.sums == sums) == (damaged == 1)
+        live[damaged].array[7] ^= 1
+
+
+def test_where_the_model_is_says_the_storage_that_is_no_shadow() -> None:
+    there = LiveStorage("w", storages(1)[0].dtype, torch.empty(4, dtype=torch.int16, device="meta"))
+    assert model_device([*storages(1), there]) == there.bits.device
+    assert model_device(storages(1)) == torch.device("cpu")
+
+
+def test_what_is_made_lies_alone_in_its_memory() -> None:
+    """Two parameters in one place would be flipped twice by a commit, which is not at all."""
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    module.other = torch.nn.Parameter(module.weight.data.view(2, 2))
+    with pytest.raises(MappingError, match=r"'m.other'.*memory of its own"):
+        quantised_load._made(WeightMap(), "m", module, frozenset())
 
 
 def test_a_scan_that_commits_never_leave_alone_gives_up() -> None:

@@ -24,6 +24,11 @@ from vllm_delta_plugin.taker import Taker
 _GONE = "NotFoundError"  # a rank's error: an object of the plan was deleted, by retention or by accident
 
 
+def is_of_sums(error: DeltaSyncError) -> bool:
+    """Whether all objects are whole, yet don't lead to the published bits: wrong ones, or added to wrong bits."""
+    return kind_of(error) == "IntegrityError" and getattr(error, "object_key", None) is None
+
+
 class CatchUp:
     """Used from the coordinator's thread. Its methods say whether another version is served now than before."""
 
@@ -59,6 +64,7 @@ class CatchUp:
                 return self._no_way(newest, error) or moved
             if failed is None:
                 self.arrived()
+                self._report.nothing_refused()
                 return True
             known = self._damaged.found
             moved = self._failed(failed) or moved
@@ -122,15 +128,18 @@ class CatchUp:
         if self._anchors.may_come(newest, error):
             self._hold.start(self._lookout.signal(newest.sha256))
             return False
-        self._report.no_way(newest, error)
-        return self._fall_back(Position(newest.version, newest.sha256), None, error)
+        wanted = self._control.target or newest
+        self._report.no_way(wanted, error)
+        return self._fall_back(Position(wanted.version, wanted.sha256), None, error)
 
     def _failed(self, failed: NotTaken) -> bool:
         is_gone = kind_of(failed.error) == _GONE
         if is_gone and not self._live.lost and self._anchors.lead_past():
             self._report.passed_by(failed.plan, failed.error)
             return False
-        self._report.refused(failed.plan, failed.error, failed.text)
+        news = self._report.refused(failed.plan, failed.error, failed.text)
+        if news and is_of_sums(failed.error):
+            self._live.request_audit()
         return self._fall_back(failed.plan.position, failed.plan, failed.error)
 
     def _fall_back(self, refused: Position, plan: Plan | None, error: DeltaSyncError) -> bool:

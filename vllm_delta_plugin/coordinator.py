@@ -94,6 +94,7 @@ class Coordinator:
             except Exception as error:  # noqa: BLE001  # a bug must show in status, not end the replica
                 self._note(error)
                 self._hold.start()
+                self._stop.wait(_TICK)  # what fails at once would be tried without end
 
     def turn(self) -> None:
         """One look at everything there is to do; returns within about a second unless a version is taken."""
@@ -109,6 +110,9 @@ class Coordinator:
         except RolledBack:  # reported and counted where it happened; what came before it may have been served
             self._hold.start()
             moved = True
+        except DeltaSyncError:
+            self._tell()  # likewise, before a search for something older met a store that fails
+            raise
         if moved:
             self._tell()
 
@@ -133,10 +137,14 @@ class Coordinator:
     def _serve_waiters(self) -> None:
         if not self._waiters:
             return
-        self._waiters.resolve(self.status.served.version, self.status.to_dict)
-        if self._waiters.needs_newest():
-            newest = self._ledger.head()
-            self._waiters.set_newest(newest.version if newest else 0)
+        self._waiters.resolve(self.status.served.version, self.status.pinned, self.status.to_dict)
+        if asking := self._waiters.for_newest():
+            try:
+                newest = self._ledger.head()
+            except Exception as error:  # noqa: BLE001  # they go on waiting, and the replica goes on following
+                self._note(error)
+            else:
+                self._waiters.wait_for(newest.version if newest else 0, asking)
 
     def _watch(self) -> None:
         """Beside the coordinator's thread, which a store may hold up: deadlines of clients, and a word in status."""

@@ -15,6 +15,7 @@ from delta_sync.ledger import AnchorRef, Ledger
 from delta_sync.manifest import Manifest
 from delta_sync.plan import Plan
 from delta_sync.way_back import plan_back
+from vllm_delta_plugin.catch_up import is_of_sums
 from vllm_delta_plugin.config import ReplicaConfig
 from vllm_delta_plugin.coordinator import Coordinator
 from vllm_delta_plugin.engine_commit import RolledBack
@@ -76,7 +77,8 @@ class Follower(Coordinator):
     def _take_proposed(self, proposal: Proposal) -> None:
         plan = None
         try:
-            self.status.saw(proposal.version)
+            if proposal.start != "back":
+                self.status.saw(proposal.version)
             plan = self._way(proposal)
             with self.status.keeping_refusal() if proposal.keeps_refusal else contextlib.nullcontext():
                 self._taker.take(plan)
@@ -87,7 +89,9 @@ class Follower(Coordinator):
             if plan is None or is_transient(error) or isinstance(error, ConflictError):
                 self.status.note_error(error)
             else:
-                self._report.refused(plan, error, str(error))
+                news = self._report.refused(plan, error, str(error))
+                if news and is_of_sums(error):
+                    self._live.request_audit()
         except Exception as error:
             self._group.fail(error)
             raise

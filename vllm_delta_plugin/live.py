@@ -22,7 +22,7 @@ from vllm_delta_plugin.gate import Gate
 from vllm_delta_plugin.group import ALONE, Group
 from vllm_delta_plugin.main_thread import MainThread
 from vllm_delta_plugin.output_clock import OutputClock
-from vllm_delta_plugin.proof import Layout, Proven, Sums
+from vllm_delta_plugin.proof import Layout, Proven, Sums, check_names
 from vllm_delta_plugin.ranks import Ranks, Reply
 from vllm_delta_plugin.weights_label import WeightsLabel
 
@@ -104,11 +104,13 @@ class Live:
     @property
     def state_digest(self) -> str | None:
         """Digest of the whole live state; None while the ranks' copies disagree."""
-        return self._proven.state if self._proven else None
+        proven = self._proven  # read once: another thread may set it
+        return proven.state if proven else None
 
     def states(self) -> dict[str, TensorState]:
         """Every tensor's state; empty while the ranks' copies disagree."""
-        return self._layout.states(self._proven.digests) if self._proven else {}
+        proven = self._proven  # read once: another thread may set it
+        return self._layout.states(proven.digests) if proven else {}
 
     @property
     def adapter_states(self) -> Mapping[str, TensorState]:
@@ -175,7 +177,7 @@ class Live:
         if self._transition == "recompute":
             try:
                 self._pause.recompute()
-            except RuntimeError as error:  # vLLM's: a request's cache is just being moved
+            except Exception as error:  # noqa: BLE001  # the weights are live already; vLLM's own, as caches may be moving
                 return error
         return None
 
@@ -204,8 +206,16 @@ class Live:
         self._group.exchange(None)
         self._serves = plan.target
 
-    def refuse_load(self) -> None:
-        """MappingError where an anchor must not be loaded in place, before anything is touched."""
+    def refuse_load(self, plan: Plan) -> None:
+        """MappingError where an anchor must not be loaded in place, before anything is touched or paused."""
+        check_names(self._layout, plan.tensors)
+        if missing := set(self._layout.tensors) - set(plan.tensors):
+            raise MappingError(
+                f"anchor for version {plan.target.version}",
+                expected=f"all {self.tensor_count} tensors of the served model",
+                got=f"no {min(missing)!r}",
+                remedy="serve the model that is trained",
+            )
         if not self._group.can_load:
             raise MappingError(
                 "anchor",

@@ -37,14 +37,16 @@ class Lookout:
             return self._look(pinned, BUSY_TURN if busy else _TURN)
 
     def _look(self, pinned: Manifest | None, seconds: float) -> Manifest | None:
-        if self._hold.active or pinned is not None:
-            self._wake.wait(min(seconds, self._config.poll))
-            newest = self._ledger.head()
-        else:
-            newest = self._ledger.wait_newer(
-                self._live.position, time.monotonic() + seconds, self._wake, poll_seconds=self._config.poll
-            )
-        self._wake.clear()
+        try:
+            if self._hold.active or pinned is not None:
+                self._wake.wait(min(seconds, self._config.poll))
+                newest = self._ledger.head()
+            else:
+                newest = self._ledger.wait_newer(
+                    self._live.position, time.monotonic() + seconds, self._wake, poll_seconds=self._config.poll
+                )
+        finally:  # else no look would wait any more while the store fails
+            self._wake.clear()
         self._status.update(looked_at=time.time())
         if newest is None:
             return None

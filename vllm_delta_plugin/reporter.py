@@ -69,15 +69,22 @@ class Reporter:
         self._status.measures.failed("RolledBack")
         self._status.counters.rollbacks += 1  # last: who sees the count sees why
 
-    def refused(self, plan: Plan, error: DeltaSyncError, text: str) -> None:
-        """Staging or its proof failed; the version that the failing object belongs to is named."""
+    def refused(self, plan: Plan, error: DeltaSyncError, text: str) -> bool:
+        """Staging or its proof failed; the version that the failing object belongs to is named. Whether it is news."""
         kind = kind_of(error)
         key = error.object_key if isinstance(error, RankError) else None
         guilty = next((m for m in plan.deltas if any(o.key == key for o in m.objects)), plan.target)
         sha256 = guilty.sha256 if isinstance(guilty, Manifest) else guilty.manifest
         target = plan.target
-        if self._refuse(Refusal(guilty.version, sha256, key, kind, text)):
+        new = self._refuse(Refusal(guilty.version, sha256, key, kind, text))
+        if new:
             trace_refusal(target, self._status.sighting(target.version), self._status.facts.replica, kind)
+        return new
+
+    def nothing_refused(self) -> None:
+        """The newest version is served; if one is refused still, it is not there any more."""
+        if self._status.accept():
+            self._acknowledge()
 
     def passed_by(self, plan: Plan, error: DeltaSyncError) -> None:
         """Old versions were deleted while this replica was on its way over them: it takes an anchor instead."""

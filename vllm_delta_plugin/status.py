@@ -200,6 +200,13 @@ class Status:
                 logger.warning("delta sync: version %d refused: %s: %s", refusal.version, refusal.kind, refusal.error)
             return new
 
+    def accept(self) -> bool:
+        """Nothing is refused any more; whether anything was."""
+        with self._lock:
+            was, self.refusal = self.refusal, None
+            self._refused.clear()
+            return was is not None
+
     def note_error(self, error: BaseException, kind: str | None = None) -> None:
         """Remember an error that is neither fatal nor a refusal; logged when its message changes."""
         text = redact_text(str(error), self.facts.uri)

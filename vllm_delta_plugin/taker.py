@@ -72,7 +72,7 @@ class Taker:
 
     def _load(self, plan: Plan) -> None:
         """Take an anchor that is too large to stage; until that succeeds nothing is served."""
-        self._live.refuse_load()
+        self._live.refuse_load(plan)
         self._status.unproven()
         logger.info("delta sync: pausing to load version %d in place", plan.target.version)
         loaded = self._live.load(plan)

@@ -562,6 +562,104 @@ def test_an_anchor_too_large_to_stage_is_loaded_while_the_engine_is_paused(train
     assert replica.executor.equal(trainer.weights)
 
 
+def test_an_anchor_of_another_model_pauses_nothing(trainer, replica_of, uri) -> None:
+    """However large it is: before a load in place begins, its names are looked at."""
+    trainer.origin()
+    replica = replica_of().start()
+    replica.wait_version(1)
+    too_small(replica)
+    for version, strangers in enumerate(
+        ({**trainer.weights, "more": np.zeros(2, "<u2")}, {"w": trainer.weights["w"]}), 2
+    ):
+        stranger = Publisher(uri, strangers)
+        stranger.anchor(stranger.origin())
+        status = replica.wait(f"refusal {version}", lambda s, v=version: s["refusal"] and s["refusal"]["version"] == v)
+        assert status["refusal"]["kind"] == "MappingError"
+        assert (status["state"], status["version"], status["ready"]) == ("refused", 1, True)
+    assert "load_dense" not in replica.executor.calls
+    assert replica.pause.times == 0
+
+
+def test_damage_that_a_delta_meets_is_found_out_at_once(trainer, replica_of) -> None:
+    """Not at the next audit: until then good anchors would be refused too, as what they are compared with is wrong."""
+    trainer.origin()
+    replica = replica_of().start()
+    replica.wait_version(1)
+    for rank in replica.executor.ranks:
+        rank.live["norm"][:] ^= 1 << 15
+    trainer.change(1, 1.0)
+    newest = trainer.delta()
+    replica.wait("poison", lambda s: s["state"] == "poisoned")
+    anchor(trainer, newest)
+    replica.wait_version(2)
+    assert replica.executor.equal(trainer.weights)
+
+
+def test_a_store_that_fails_is_not_asked_without_end(trainer, replica_of, monkeypatch) -> None:
+    """Not after a hint either, which ends one look early."""
+    trainer.origin()
+    replica = replica_of().start()
+    replica.wait_version(1)
+    asked: list[float] = []
+
+    def broken(*_: Any, **__: Any) -> Any:
+        asked.append(time.monotonic())
+        raise StoreError("store", expected="an answer", got="none")
+
+    for name in ("head", "wait_newer"):
+        monkeypatch.setattr(replica.ledger, name, broken)
+    replica.wait("an error", lambda s: s["last_error"])
+    replica.coordinator.hint()
+    asked.clear()
+    time.sleep(1)
+    assert len(asked) < 20
+
+
+def test_who_waits_for_the_newest_version_holds_up_nobody(trainer, replica_of, monkeypatch) -> None:
+    trainer.origin()
+    replica = replica_of()
+    monkeypatch.setattr(replica.ledger, "head", lambda: (_ for _ in ()).throw(StoreError("head", expected=1, got=2)))
+    waiting = replica.coordinator.wait_for(None, 60)
+    replica.start()
+    replica.wait_version(1)
+    assert not waiting.done()
+    monkeypatch.undo()
+    assert waiting.result(10)["reached"]
+
+
+def test_a_refused_version_that_is_gone_is_refused_no_longer(trainer, replica_of, monkeypatch) -> None:
+    first = trainer.origin()
+    replica = replica_of().start()
+    replica.wait_version(1)
+    trainer.step(1, corrupt="object")
+    replica.wait("refusal", lambda s: s["refusal"])
+    monkeypatch.setattr(replica.ledger, "head", lambda: first)
+    assert replica.wait("nothing refused", lambda s: s["refusal"] is None)["state"] == "live"
+    assert replica.wait_ack("live").refused_version is None
+
+
+def test_what_is_refused_while_a_version_is_pinned_is_that_version(trainer, replica_of) -> None:
+    """So that the trainer attaches an anchor to the one that the replica waits for."""
+    trainer.origin()
+    replica = replica_of().start()
+    replica.wait_version(1)
+    assert replica.coordinator.command("pin", None, 10).result(10)["ok"]
+    newest = trainer.step(1)
+    replica.wait("it to be seen", lambda s: s["newest_version"] == newest.version)
+    replica.executor.ranks[0].live["w"][0, 0] ^= 1
+    replica.coordinator.scan().result(10)
+    assert replica.wait("the refusal", lambda s: s["refusal"])["refusal"]["version"] == 1
+
+
+def test_a_client_whose_version_is_above_a_pin_waits_no_longer(trainer, replica_of) -> None:
+    trainer.origin()
+    replica = replica_of().start()
+    replica.wait_version(1)
+    waiting = replica.coordinator.wait_for(2, 60)
+    assert replica.coordinator.command("pin", None, 10).result(10)["ok"]
+    assert not waiting.result(10)["reached"]
+
+
 def test_a_load_that_fails_keeps_the_engine_paused_until_one_succeeds(trainer, replica_of, weights) -> None:
     replica = replica_of(other(weights))
     too_small(replica)

@@ -55,8 +55,12 @@ class RequestVersions:
 
     def saw(self, weights: WeightsLabel) -> None:
         """A token by these weights arrived."""
-        self._ends = (self._ends[0] if self._ends else weights), weights
-        if self.wish is not None and not self.wish.allows(weights.version):
+        first = self._ends[0] if self._ends else weights
+        self._ends = first, weights
+        if self.wish is None:
+            return
+        # Two epochs may have a version of the same number, each with weights of its own.
+        if not self.wish.allows(weights.version) or (self.wish.exact and weights != first):
             self.spoiled.set()
 
     @property

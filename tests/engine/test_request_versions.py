@@ -89,6 +89,17 @@ def test_a_token_that_was_not_asked_for_spoils_the_answer(wish: VersionWish, goo
         assert request.spoiled.is_set()
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_same_number_of_another_epoch_is_another_version(exact: bool) -> None:
+    request = RequestVersions(VersionWish(8, exact, 1))
+    request.choice("p", 0).add(WeightsLabel(8, 1), 2)
+    request.choice("p", 1).add(WeightsLabel(8, 1), 2)
+    assert not request.spoiled.is_set()
+    request.choice("p", 1).add(WeightsLabel(8, 2), 1)
+    assert request.spoiled.is_set() == exact
+    assert request.header == "8..8"
+
+
 def test_wishes_are_read_from_headers() -> None:
     assert VersionWish.read({}) is None
     assert VersionWish.read({"x-delta-sync-version": "7"}) == VersionWish(7, True, 30.0)

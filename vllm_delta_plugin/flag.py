@@ -92,6 +92,7 @@ def apply_flag(args: Namespace, default_logprobs_mode: str) -> None:
     config = _config_from(args)
     if config is not None:
         _set_worker_extension(args)
+        _refuse_ray(args)
         os.environ[ENVIRONMENT] = config.to_json()
     additional = getattr(args, "additional_config", None)
     follows = config is not None or (isinstance(additional, dict) and ADDITIONAL_CONFIG in additional)
@@ -157,3 +158,11 @@ def _set_worker_extension(args: Namespace) -> None:
             remedy=f"derive that class from {WORKER_EXTENSION} and use --additional-config instead of --delta-sync",
         )
     args.worker_extension_cls = WORKER_EXTENSION
+
+
+def _refuse_ray(args: Namespace) -> None:
+    """Ray's actors get VLLM_… of this environment and not ours: the engines would follow nothing, and not say so."""
+    if (got := getattr(args, "data_parallel_backend", "mp")) == "ray":
+        raise FormatError(
+            "--data-parallel-backend with --delta-sync", expected="mp", got=got, remedy="use --data-parallel-backend mp"
+        )

@@ -32,6 +32,9 @@ def _found(config: Any) -> list[tuple[str, object, str]]:
     refuse("speculative decoding", _draft(config), "serve without a draft model: its weights would stay the old ones")
     refuse("sleep mode", getattr(model, "enable_sleep_mode", False), "serve without --enable-sleep-mode")
     refuse("expert load balancing", getattr(parallel, "enable_eplb", False), "serve without --enable-eplb")
+    # It would go on with an engine that had to end, since its ranks may hold two versions.
+    tolerant = getattr(parallel, "enable_fault_tolerance", False)
+    refuse("fault tolerance of engines", tolerant, "serve without --enable-fault-tolerance")
     refuse("weight offload", _offload(config), "serve without CPU offload")
     if load_format not in _LOAD_FORMATS:
         refuse("load format", load_format, f"use one of {', '.join(sorted(_LOAD_FORMATS))}")

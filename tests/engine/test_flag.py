@@ -163,6 +163,13 @@ def test_another_worker_extension_is_refused() -> None:
         parse("--delta-sync", "runs/a", "--worker-extension-cls", "my.Extension")
 
 
+def test_engines_that_the_environment_does_not_reach_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FormatError, match=r"--data-parallel-backend.*got ray.*use --data-parallel-backend mp"):
+        parse("--delta-sync", "runs/a", "--data-parallel-backend", "ray")
+    assert ENVIRONMENT not in environment(monkeypatch)
+    parse("--delta-sync", "runs/a", "--data-parallel-backend", "mp")
+
+
 def test_the_config_never_shows_secrets() -> None:
     config = ReplicaConfig(uri="https://user:secret@host/run?token=secret#secret")
     assert "secret" not in repr(config)

@@ -51,6 +51,14 @@ def test_what_changes_the_weights_is_refused(model: Path, options: dict[str, Any
         check_config(settings(model, **options))
 
 
+def test_an_engine_that_would_outlive_a_failed_commit_is_refused(model: Path) -> None:
+    """vLLM's releases differ in which engines may have the flag, so it is set where it arrives."""
+    config = settings(model)
+    config.parallel_config.enable_fault_tolerance = True
+    with pytest.raises(MappingError, match=r"fault tolerance of engines.*serve without --enable-fault-tolerance"):
+        check_config(config)
+
+
 @pytest.mark.parametrize("options", [{"quantization": f"fp8{how}"} for how in ("", "_per_tensor", "_per_channel")])
 def test_fp8_made_while_loading_is_served(model: Path, options: dict[str, Any]) -> None:
     check_config(settings(model, **options))

@@ -84,7 +84,6 @@ def refuse_unsupported(core: Any, vllm_config: Any, transition: str) -> None:
             "publish merged weights",
         ),
         ("elastic expert parallelism", getattr(parallel, "enable_elastic_ep", False), "serve without it"),
-        ("fault tolerance of engines", getattr(parallel, "enable_fault_tolerance", False), "serve without it"),
         (
             "engines that share experts behind several API servers, each with its own",
             getattr(parallel, "data_parallel_external_lb", False)

@@ -220,7 +220,8 @@ class Ledger:
             found = head
         else:
             names = self._reader.names(manifest_prefix(version))
-            found = self._reader.read(names[0]) if len(names) == 1 else self.ancestors(head, version)[-1]
+            line = [self._reader.read(names[0])] if len(names) == 1 else self.ancestors(head, version)
+            found = next((last for last in line[-1:] if last.version == version), None)  # the run may begin above it
         if found is None:
             raise ChainError(
                 f"version {version}",

@@ -41,6 +41,8 @@ async def _command(action: str, request: Request, version: int | None, dry_run: 
     """
     if (version is None and action == "rollback") or (version is not None and action in ("unpin", "reload")):
         return refuse(400, f"{action} takes {'a' if action == 'rollback' else 'no'} version")
+    if version is not None and version < 1:  # 0 is what metrics call the checkpoint's own weights, which nobody kept
+        return refuse(400, f"{action} takes a version from 1 on, got {version}: 1 is the run's first")
     try:
         seconds = read_timeout(request.headers, _COMMAND)
     except FormatError as error:

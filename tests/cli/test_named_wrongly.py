@@ -37,6 +37,12 @@ def test_a_version_where_a_run_is_meant(run, cli, command):
     assert "materialize" in err
 
 
+@pytest.mark.parametrize("command", ["inspect", "materialize"])
+def test_a_version_before_the_first(run, cli, command, tmp_path):
+    code, _, err = cli(command, f"{run.uri}@0", *([tmp_path / "out"] if command == "materialize" else []))
+    assert code == 1 and "version 0, expected a manifest, got none in the store" in flat(err)
+
+
 def test_a_version_as_either_side_of_a_mirror(run, cli, tmp_path):
     for words in ([f"{run.uri}@3", tmp_path / "copy"], [run.uri, f"{tmp_path}/copy@3"]):
         code, _, err = cli("mirror", *words, "--once")

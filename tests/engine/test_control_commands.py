@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -205,6 +206,24 @@ def test_what_a_replica_cannot_do_is_said(replica: Replica, serve: Any, cli: Any
     code, found, _ = cli("rollback", "--server", url, "--version", 77, "--yes", "--json")
     assert (code, only(found)["http_status"], only(found)["serves"]) == (1, 409, 4)
     assert "77" in only(found)["error"]
+
+
+@pytest.mark.parametrize("action", ["rollback", "pin"])
+@pytest.mark.parametrize("version", [0, -1])
+def test_there_is_no_version_before_the_first(
+    replica: Replica, serve: Any, cli: Any, action: str, version: int
+) -> None:
+    url = serve(replica)
+    for method in ("GET", "POST"):
+        path = f"{url}/delta_sync/{action}?version={version}"
+        request = urllib.request.Request(path, method=method, headers={"Authorization": f"Bearer {KEY}"})
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=30)
+        with refused.value as answer:
+            assert (answer.code, "takes a version from 1 on" in answer.read().decode()) == (400, True)
+    assert replica.coordinator.command(action, version, 10).result(20)["code"] == 409
+    assert cli(action, "--server", url, "--version", version)[0] == 2
+    assert (replica.status["version"], replica.status["pinned"]) == (4, None)
 
 
 def test_wrong_usage(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -528,3 +528,12 @@ def test_manifest_by_version(run, monkeypatch):
         ledger.manifest(4)
     with pytest.raises(ChainError):
         ledger.manifest(2, "0" * 64)
+
+
+@pytest.mark.parametrize("version", [0, -1])
+def test_there_is_no_version_before_the_first(run, version):
+    run.origin()
+    for _ in range(2):
+        with pytest.raises(ChainError, match=f"version {version}, expected a manifest"):
+            Ledger(run.store).manifest(version)
+        run.delta()

@@ -25,10 +25,16 @@ class OutputClock:
         if self._left and self._last is not None:
             self._longest = max(self._longest or 0.0, now - self._last)
             self._left -= 1
-        self._last = now if more else None
-        if not self._left or not more:
-            self._left = 0
+        self._last = now
+        if not more:
+            self.ended()
+        elif not self._left:
             self._settled.set()
+
+    def ended(self) -> None:
+        """The last requests ended without a token, as aborted ones do: nobody waits for the next output."""
+        self._last, self._left = None, 0
+        self._settled.set()
 
     def commit(self) -> None:
         """A commit begins now: while nothing is being generated there is no gap to measure."""

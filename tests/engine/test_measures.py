@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from delta_sync.errors import DeltaSyncError
+from vllm_delta_plugin.compat.engine_core import _returned
 from vllm_delta_plugin.measures import BUCKETS, KINDS, Measures
 from vllm_delta_plugin.output_clock import OutputClock
 from vllm_delta_plugin.prometheus import METRICS, STATES, exposition
@@ -179,3 +181,33 @@ def test_no_gap_while_idle_or_when_nothing_comes() -> None:
     assert clock.gap(0.05) is None  # waited for, but not for ever
     clock.returned(False)
     assert (clock.gap(0.0) or 0) >= 0.05
+
+
+def test_no_gap_over_the_time_after_an_aborted_request() -> None:
+    engine: Any = SimpleNamespace(
+        delta_sync=SimpleNamespace(outputs=OutputClock()),
+        scheduler=SimpleNamespace(has_unfinished_requests=lambda: left),
+    )
+    clock, left = engine.delta_sync.outputs, True
+    for tokens in (True, False):  # the second as of a prompt's part
+        _returned(engine, "1/1", tokens)
+    time.sleep(0.01)
+    clock.commit()
+    _returned(engine, "2/1", True)
+    assert (clock.gap(0.0) or 0) >= 0.01
+    left = False
+    _returned(engine, "2/1", False)  # aborted: what was on its way has no token any more
+    before = time.monotonic()
+    for _ in range(2):
+        clock.commit()
+        assert clock.gap(5.0) is None
+    left = True
+    for _ in range(3):
+        _returned(engine, "4/1", True)
+    assert clock.gap(0.0) is None
+    clock.commit()
+    _returned(engine, "5/1", False)
+    left = False
+    _returned(engine, "5/1", False)  # aborted after the commit: not waited for either
+    assert clock.gap(5.0) is None
+    assert time.monotonic() - before < 1

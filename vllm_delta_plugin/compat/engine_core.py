@@ -210,8 +210,11 @@ def _ready_before(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _returned(core: Any, label: str, tokens: bool) -> None:
     _tell_vllm(core, label)
+    more = core.scheduler.has_unfinished_requests()
     if tokens:
-        core.delta_sync.outputs.returned(core.scheduler.has_unfinished_requests())
+        core.delta_sync.outputs.returned(more)
+    elif not more:
+        core.delta_sync.outputs.ended()
 
 
 def _tell_vllm(core: Any, label: str) -> None:

@@ -20,16 +20,43 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
+# Under /v1/ everything is computed with the weights but for these, some of which end what a drain waits for.
+_WITHOUT_WEIGHTS = (
+    "/cancel",
+    "/abort_requests",
+    "/load_lora_adapter",
+    "/unload_lora_adapter",
+    "/count_tokens",
+    "/render",
+    "/derender",
+)
+_ELSEWHERE = (
+    "/invocations",
+    "/cohere/v2/chat",
+    "/generative_scoring",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/rerank",
+    "/v2/embed",
+    "/v2/rerank",
+)
+
+
+def uses_weights(path: str) -> bool:
+    """Whether what is posted there is computed with the weights."""
+    return ("/v1/" in path and not path.endswith(_WITHOUT_WEIGHTS)) or path.endswith(_ELSEWHERE)
+
 
 class VersionMiddleware:
-    """Looks after every POST to vLLM's versioned routes; a request that makes no tokens passes unchanged."""
+    """Looks after every POST that is computed with the weights; other requests pass unchanged."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """One request."""
-        if scope["type"] != "http" or scope["method"] != "POST" or "/v1/" not in scope["path"]:
+        if scope["type"] != "http" or scope["method"] != "POST" or not uses_weights(scope["path"]):
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)

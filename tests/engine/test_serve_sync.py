@@ -17,7 +17,8 @@ LONG = list(range(10, 150))  # 140 tokens; blocks are of 128
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with serve(tmp_path_factory.mktemp("sync"), ARGS) as world:
+    stored = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}  # so that responses may go on in the background
+    with serve(tmp_path_factory.mktemp("sync"), ARGS, stored) as world:
         yield world
 
 
@@ -68,6 +69,18 @@ def test_running_requests_end_on_the_old_weights_and_new_ones_wait(world: World)
     assert stream.ids[:400] == alone
     assert world.version == new
     assert world.complete(400).body["choices"][0]["token_ids"] != alone
+
+
+def test_a_drain_ends_with_what_it_waits_for(world: World) -> None:
+    with world.server.slow_steps():
+        body = {"input": "w10 w11", "max_output_tokens": 1800, "background": True}
+        began = world.post("/v1/responses", body)
+        assert (began.code, began.body["status"], began.headers["x-delta-sync-version"]) == (200, "queued", None)
+        version = world.trainer.step(5, 0.05).version
+        world.server.wait_status("a drain", lambda s: s["draining"])
+        cancelled = world.post(f"/v1/responses/{began.body['id']}/cancel", {}, timeout="0.2")
+        assert (cancelled.code, cancelled.body["status"]) == (200, "cancelled")
+        world.server.wait_version(version)
 
 
 def test_no_request_fails_or_mixes_versions_while_weights_change(world: World) -> None:

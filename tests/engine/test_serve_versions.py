@@ -45,6 +45,16 @@ def test_every_route_says_the_version(world: World) -> None:
         assert stream.body[-1]["usage"]["delta_sync"] == expected
 
 
+def test_routes_elsewhere_say_the_version_and_read_wishes_too(world: World) -> None:
+    now = world.version
+    scored = {"query": "w10", "items": ["w11"], "label_token_ids": [12, 13]}
+    for path, body in (("/invocations", {"prompt": PROMPT, "max_tokens": 8}), ("/generative_scoring", scored)):
+        answer = world.post(path, body, version=str(now))
+        assert (answer.code, answer.headers["x-delta-sync-version"]) == (200, str(now)), answer.body
+        refused = world.post(path, body, version=str(now - 1))
+        assert (refused.code, refused.body["delta_sync"]["reason"]) == (409, "passed")
+
+
 def test_choices_of_several_prompts_are_told_apart(world: World) -> None:
     body = {"prompt": [PROMPT, PROMPT[:10]], "n": 2, "max_tokens": 8, "temperature": 1.0}
     assert complete_choices(world.post("/v1/completions", body)) == [[span(world.version, 0, 8)]] * 4

@@ -1,0 +1,115 @@
+"""Which requests the middleware looks after, and what it does with an answer: the parts without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_delta_plugin.request_versions import CURRENT
+from vllm_delta_plugin.version_middleware import VersionMiddleware, uses_weights
+from vllm_delta_plugin.weights_label import WeightsLabel
+
+GENERATE = {
+    *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages"),
+    *("/v1/systemone", "/v1/audio/transcriptions", "/v1/audio/translations"),
+    *("/inference/v1/generate", "/invocations", "/cohere/v2/chat", "/generative_scoring"),
+}
+POOL = {
+    *("/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/v2/embed"),
+    *("/pooling", "/classify", "/score", "/rerank"),
+}
+START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
+
+
+class Barred(Exception):
+    """A request came to the gate."""
+
+
+def posted(path: str, app: Callable[..., Any], **headers: str) -> list[Any]:
+    """What a client gets for a POST to a server that follows nothing, and so has no gate of its own."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    state = SimpleNamespace(state=SimpleNamespace())
+    named = [(f"x-delta-sync-{name}".encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": named, "app": state}
+    asyncio.run(VersionMiddleware(app)(scope, receive, send))
+    return sent
+
+
+def answering(*pieces: bytes | WeightsLabel) -> Callable[..., Any]:
+    """An app that sends these and gets tokens by these weights in between."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        versions = CURRENT.get()
+        assert versions is not None
+        await send({**START, "headers": [*START["headers"]]})
+        for piece in pieces:
+            if isinstance(piece, WeightsLabel):
+                versions.choice("p", 0).add(piece, 1)
+            else:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return app
+
+
+def bodies(sent: Sequence[Any]) -> list[bytes]:
+    return [message["body"] for message in sent[1:]]
+
+
+def header(sent: Sequence[Any]) -> bytes | None:
+    assert sent[0]["type"] == "http.response.start"
+    return dict(sent[0]["headers"]).get(b"x-delta-sync-version")
+
+
+def test_all_of_vllms_routes_that_compute_with_the_weights_are_looked_after() -> None:
+    spec = find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    sources = [path.read_text() for path in (Path(spec.origin).parent / "entrypoints").rglob("*.py")]
+    posts = {found for text in sources for found in re.findall(r"""\.post\(\s*"(/[^"]*)\"""", text)}
+    assert {"/v1/completions", "/invocations", "/v1/responses/{response_id}/cancel", "/pause"} <= posts
+    assert {path for path in posts if uses_weights(path)} == posts & (GENERATE | POOL)
+
+
+@pytest.mark.parametrize("path", sorted(GENERATE | POOL))
+def test_what_uses_the_weights_comes_to_the_gate(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def let_in(*_: Any) -> None:
+        raise Barred
+
+    monkeypatch.setattr("vllm_delta_plugin.version_middleware.let_in", let_in)
+    with pytest.raises(Barred):
+        posted(path, answering())
+    assert posted(f"/behind/a/proxy{path}", answering(), version="two")[0]["status"] == 400
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/responses/resp_1/cancel", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/messages/count_tokens",
+        "/v1/chat/completions/render", "/v1/completions/derender", "/inference/v1/abort_requests", "/abort_requests",
+        "/tokenize", "/pause", "/delta_sync/pin",
+    ],
+)  # fmt: skip
+def test_what_does_not_passes_it(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def let_in(*_: Any) -> None:
+        raise Barred
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert CURRENT.get() is None
+        await send(START)
+
+    monkeypatch.setattr("vllm_delta_plugin.version_middleware.let_in", let_in)
+    assert posted(path, app, version="1") == [START]

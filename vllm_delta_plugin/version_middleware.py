@@ -41,6 +41,8 @@ _ELSEWHERE = (
     "/v2/embed",
     "/v2/rerank",
 )
+# What streamed responses say at once, when nobody knows yet which version will answer.
+_BEFORE_TOKENS = (b"event: response.created\n", b"event: response.in_progress\n")
 
 
 def uses_weights(path: str) -> bool:
@@ -82,33 +84,38 @@ class VersionMiddleware:
 
 
 class _Answer:
-    """Holds the response's start back until its first bytes, which come after the first token."""
+    """Holds the response's start back until its first bytes that come after the first token."""
 
     def __init__(self, versions: RequestVersions, send: Send) -> None:
         self._versions, self._send = versions, send
-        self._held: Message | None = None
+        self._held: list[Message] = []
         self._started = self._finished = self._events = False
 
     async def send(self, message: Message) -> None:
         """What vLLM sends, with our header; once spoiled nothing more passes."""
         if self._versions.spoiled.is_set():
             return
-        if message["type"] == "http.response.start":
-            self._held = message
+        if message["type"] == "http.response.start" or self._may_wait(message):
+            self._held.append(message)
             return
         await self._start()
         self._finished = not message.get("more_body", False)
         await self._send(message)
 
+    def _may_wait(self, message: Message) -> bool:
+        early = bool(self._held) and self._versions.header is None
+        return early and message.get("body", b"").startswith(_BEFORE_TOKENS)
+
     async def _start(self) -> None:
-        if self._held is None:
+        if not self._held:
             return
-        held, self._held, self._started = self._held, None, True
-        headers = MutableHeaders(scope=held)
+        held, self._held, self._started = self._held, [], True
+        headers = MutableHeaders(scope=held[0])
         self._events = headers.get("content-type", "").startswith("text/event-stream")
         if (text := self._versions.header) is not None:
             headers[LABEL] = text
-        await self._send(held)
+        for message in held:
+            await self._send(message)
 
     async def end(self, scope: Message, receive: Receive) -> None:
         """After vLLM's last message: if the answer got spoiled, say so in its place or at its end."""

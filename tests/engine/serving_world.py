@@ -85,7 +85,7 @@ class World:
 
 
 def _parsed(data: bytes) -> Any:
-    if not data.startswith(b"data: "):
+    if not data.startswith((b"data: ", b"event: ")):
         return json.loads(data)
     return [json.loads(line[6:]) for line in data.splitlines() if line.startswith(b"data: {")]
 

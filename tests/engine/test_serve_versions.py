@@ -55,6 +55,14 @@ def test_routes_elsewhere_say_the_version_and_read_wishes_too(world: World) -> N
         assert (refused.code, refused.body["delta_sync"]["reason"]) == (409, "passed")
 
 
+def test_a_streamed_response_says_the_version_of_its_first_token(world: World) -> None:
+    body = {"input": "w10 w11", "max_output_tokens": 8, "stream": True}
+    answer = world.post("/v1/responses", body)
+    assert answer.headers["x-delta-sync-version"] == str(world.version)
+    assert [event["type"] for event in answer.body[:2]] == ["response.created", "response.in_progress"]
+    assert answer.body[-1]["type"] in ("response.completed", "response.incomplete")
+
+
 def test_choices_of_several_prompts_are_told_apart(world: World) -> None:
     body = {"prompt": [PROMPT, PROMPT[:10]], "n": 2, "max_tokens": 8, "temperature": 1.0}
     assert complete_choices(world.post("/v1/completions", body)) == [[span(world.version, 0, 8)]] * 4

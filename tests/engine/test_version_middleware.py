@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -25,6 +26,9 @@ POOL = {
     *("/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/v2/embed"),
     *("/pooling", "/classify", "/score", "/rerank"),
 }
+CREATED, IN_PROGRESS, TOKEN = (
+    f"event: response.{name}\ndata: {{}}\n\n".encode() for name in ("created", "in_progress", "output_text.delta")
+)
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
 
 
@@ -113,3 +117,52 @@ def test_what_does_not_passes_it(path: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("vllm_delta_plugin.version_middleware.let_in", let_in)
     assert posted(path, app, version="1") == [START]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "version"),
+    [
+        ([CREATED, IN_PROGRESS, WeightsLabel(7, 1), TOKEN, WeightsLabel(8, 1), TOKEN], b"7"),
+        ([CREATED, IN_PROGRESS, b"event: error\n\n", WeightsLabel(7, 1), TOKEN], None),
+        ([b": keep-alive\n\n", CREATED, WeightsLabel(7, 1), TOKEN], None),
+        ([WeightsLabel(7, 1), CREATED], b"7"),
+        ([b"data: {}\n\n", WeightsLabel(7, 1)], None),
+    ],
+)
+def test_a_streamed_response_says_its_first_tokens_version(
+    pieces: list[bytes | WeightsLabel], version: bytes | None
+) -> None:
+    sent = posted("/v1/responses", answering(*pieces))
+    assert header(sent) == version
+    assert bodies(sent) == [*(piece for piece in pieces if isinstance(piece, bytes)), b""]
+
+
+def test_nothing_is_held_back_for_longer_than_the_first_events() -> None:
+    waiting: list[int] = []
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for message in (START, *({"type": "http.response.body", "body": b, "more_body": True} for b in EVENTS)):
+            await send(message)
+            waiting.append(len(sent))
+
+    async def keep(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    EVENTS = (CREATED, IN_PROGRESS, TOKEN, CREATED)
+    scope = {"type": "http", "method": "POST", "path": "/v1/responses", "headers": []}
+    asyncio.run(VersionMiddleware(app)({**scope, "app": SimpleNamespace(state=SimpleNamespace())}, receive, keep))
+    assert waiting == [0, 0, 0, 4, 5]
+
+
+def test_a_response_whose_first_token_is_not_as_asked_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def let_in(*_: Any) -> None:
+        return None
+
+    monkeypatch.setattr("vllm_delta_plugin.version_middleware.let_in", let_in)
+    sent = posted("/v1/responses", answering(CREATED, WeightsLabel(8, 1), TOKEN), version="7")
+    assert sent[0]["status"] == 409
+    assert json.loads(bodies(sent)[0])["delta_sync"]["reason"] == "changed"

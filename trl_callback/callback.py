@@ -132,6 +132,11 @@ class DeltaSyncCallback(TrainerCallback):
         self._stop_ahead()
         self._open().finish(state.global_step)
 
+    @property
+    def model(self) -> Any:
+        """The model that is trained, as the trainer has it."""
+        return self._model
+
     def weight_transfer(self) -> DeltaSyncWeightTransfer:
         """For ``AsyncGRPOTrainer(callbacks=[sync], weight_transfer=sync.weight_transfer())``.
 

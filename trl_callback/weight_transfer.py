@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import ExitStack
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from delta_sync.errors import MappingError
+from trl_callback.halves import replace_attribute
 from trl_callback.ranks import many_ranks
 
 if TYPE_CHECKING:
@@ -25,12 +29,15 @@ class DeltaSyncWeightTransfer:
 
     def __init__(self, callback: DeltaSyncCallback) -> None:
         self._callback = callback
+        self._unmerged = ExitStack()
 
     def init_weight_transfer(self) -> None:
         """The callback is there already: its own begin of training comes first."""
 
     def pause(self) -> None:
-        """Requests run through a commit: there is nothing to pause for."""
+        """Keep TRL from merging adapters for what it sends; the servers' requests run through a commit."""
+        self._unmerged.close()
+        self._unmerged = leave_unmerged(self._callback.model)
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
         """Take what TRL streams, which may need all ranks, and leave it: the callback compares the model itself."""
@@ -39,10 +46,25 @@ class DeltaSyncWeightTransfer:
 
     def resume(self) -> None:
         """Return once the servers serve these weights; SyncTimeoutError after ``sync_timeout``."""
+        self._unmerged.close()
         self._callback.sync()
 
     def destroy(self) -> None:
-        """The callback ends with training."""
+        """The callback ends with training; a sync that failed leaves nothing behind."""
+        self._unmerged.close()
+
+
+def leave_unmerged(model: nn.Module) -> ExitStack:
+    """Have PEFT's ``merge_adapter`` and ``unmerge_adapter`` of ``model`` do nothing, up to the latter or until closed.
+
+    What TRL sends is not used, and merging and taking back is not exact: it would change weights that are trained on.
+    """
+    shadows = ExitStack()
+    for module in model.modules():  # PeftModel has them from its tuner, whatever it is wrapped in
+        if hasattr(type(module), "unmerge_adapter"):
+            shadows.callback(replace_attribute(module, "merge_adapter", lambda *_, **__: None))
+            shadows.callback(replace_attribute(module, "unmerge_adapter", shadows.close))  # also after a failed send
+    return shadows
 
 
 def check_one_process() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import queue
 import uuid
@@ -11,6 +12,7 @@ from typing import Any
 import bucket
 import pytest
 import tiny
+import torch
 from datasets import Dataset
 from stand_in_replica import StandInReplica
 
@@ -61,7 +63,9 @@ def build(**given: Any) -> Any:
         pytest.skip(f"this TRL builds it only with a kernel from the Hub: {error}")
 
 
-def trainer_of(folder: Path, replica: StandInReplica, sync: DeltaSyncCallback, **settings: Any) -> tuple[Any, Worker]:
+def trainer_of(
+    folder: Path, replica: StandInReplica, sync: DeltaSyncCallback, peft_config: Any = None, **settings: Any
+) -> tuple[Any, Worker]:
     tiny.llama().save_pretrained(folder / "model")
     tiny.tokenizer().save_pretrained(folder / "model")
     worker = Worker(replica)
@@ -76,6 +80,7 @@ def trainer_of(folder: Path, replica: StandInReplica, sync: DeltaSyncCallback, *
         train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "w5"}]]}),
         processing_class=tiny.tokenizer(),
         callbacks=[sync],
+        peft_config=peft_config,
         rollout_worker=worker,
         weight_transfer=sync.weight_transfer(),
     )
@@ -106,6 +111,68 @@ def test_the_policy_is_served_when_the_worker_is_told_of_it(tmp_path: Path) -> N
     told = [one for one in worker.told if one[0] > 0]
     assert told == [(1, 1), (2, 2), (3, 3)] and trainer.model_version == 3
     assert worker.told.index((0, 1)) == 1, "it starts once the first weights are served"
+
+
+@pytest.fixture
+def lora() -> Any:
+    """Adapters on all that AsyncGRPOTrainer takes them on."""
+    peft = pytest.importorskip("peft")
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+
+
+def bits_of(model: Any) -> dict[str, bytes]:
+    """Every parameter's, the adapter's too."""
+    return {name: parameter.detach().numpy().tobytes() for name, parameter in model.named_parameters()}
+
+
+def train_adapter(model: Any, *, seed: int) -> None:
+    """As an optimizer does: of both halves, so that they add up to something."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn_like(parameter) * 1e-2)
+
+
+def test_a_sync_leaves_the_weights_under_an_adapter_as_they_are(tmp_path: Path, lora: Any) -> None:
+    uri = f"memory://{uuid.uuid4().hex}"
+    sync = DeltaSyncCallback(uri, sync_timeout=30)
+    with StandInReplica(uri, tiny.llama()).running() as replica:
+        trainer, _ = trainer_of(tmp_path, replica, sync, lora)
+        event(trainer, "on_train_begin")
+        for step in (1, 2, 3):
+            train_adapter(trainer.model, seed=step)
+            trained = bits_of(trainer.model)
+            trainer.state.global_step = step
+            event(trainer, "on_step_end")
+            assert bits_of(trainer.model) == trained
+            served = {name: bits.tobytes() for name, bits in replica.live.items()}
+            merged = copy.deepcopy(trainer.model).merge_and_unload()
+            assert served == bucket.cast_bytes(tiny.cast_state(merged))
+        event(trainer, "on_train_end")
+        sync.close()
+    trainer.model.merge_adapter()
+    assert bits_of(trainer.model) != trained, "the user's own merges work"
+
+
+def test_after_a_sync_that_failed_adapters_can_be_merged(
+    tmp_path: Path, lora: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = f"memory://{uuid.uuid4().hex}"
+    sync = DeltaSyncCallback(uri, sync_timeout=30)
+    with StandInReplica(uri, tiny.llama()).running() as replica:
+        trainer, _ = trainer_of(tmp_path, replica, sync, lora)
+        event(trainer, "on_train_begin")
+        train_adapter(trainer.model, seed=1)
+        trained = bits_of(trainer.model)
+        monkeypatch.setattr(trainer, "_streaming_iter", lambda: (_ for _ in ()).throw(RuntimeError("a lost card")))
+        trainer.state.global_step = 1
+        with pytest.raises(RuntimeError, match="a lost card"):
+            event(trainer, "on_step_end")
+        sync.close()
+    assert bits_of(trainer.model) == trained
+    trainer.model.merge_adapter()
+    assert bits_of(trainer.model) != trained
 
 
 def test_a_server_that_does_not_follow_ends_at_the_deadline(tmp_path: Path) -> None:

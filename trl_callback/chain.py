@@ -305,6 +305,9 @@ class Chain:
         delete(self._ledger.store, now)
         return bool(self._old)
 
+    def idle(self) -> None:
+        """What the publisher's thread does every few seconds when nothing else is due."""
+
     def acknowledged(self) -> dict[str, Refusal | None]:
         """Replica -> what it says, in the bucket, it would not take."""
         return {name: acknowledged_refusal(ack) for name, ack in self._ledger.acknowledgements().items()}

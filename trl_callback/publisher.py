@@ -216,7 +216,7 @@ class Publisher:
                 if job is not None:
                     return job
                 if not self._changed.wait(LOOK):
-                    return self._look_at_acknowledgements
+                    return self._idle
             return None
 
     def _due_job(self) -> Job | None:
@@ -382,8 +382,9 @@ class Publisher:
         self._healer.applied(refusal, remedy, now=time.monotonic())
         self._metrics.record(heals=1)
 
-    def _look_at_acknowledgements(self) -> None:
-        """What was acknowledged before this run began is left alone: a live replica says it anew, of our versions."""
+    def _idle(self) -> None:
+        """Look at acknowledgements; those from before this run are left alone: a live replica says it anew, of ours."""
+        self._chain.idle()
         said = self._chain.acknowledged()
         self.report({name: refusal for name, refusal in said.items() if refusal not in self._old_refusals})
 

@@ -11,7 +11,6 @@ from delta_sync.manifest import ObjectRef
 from trl_callback.chain import Attempt, Chain, Published
 from trl_callback.changes import ChangeSet
 from trl_callback.crew import Crew
-from trl_callback.healing import Refusal
 from trl_callback.parts import codec_of_all
 from trl_callback.rank_part import Order
 from trl_callback.team_anchor import TeamAnchorJob
@@ -83,7 +82,6 @@ class TeamChain(Chain):
             self._crew, self._writer, self._manifest, self._snapshot, self._sidecars, progress=self._config.progress
         )
 
-    def acknowledged(self) -> dict[str, Refusal | None]:
-        """As in Chain; comes by every few seconds when nothing else does, so it also keeps the ranks together."""
+    def idle(self) -> None:
+        """Keep the ranks together; not before the publisher's thread runs, as the others don't listen until then."""
         self._crew.ping()
-        return super().acknowledged()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import bucket
 import torch
+from several_ranks import run_ranks
 
 CHILD = Path(__file__).parent / "ranks_child.py"
 
@@ -54,3 +55,9 @@ def test_a_failure_on_rank_zero_stops_both(tmp_path: Path) -> None:
     assert first.startswith("rank 0 raised StoreError: injected")
     assert second.startswith("rank 1 raised DeltaSyncError: rank 1, expected every rank to publish")
     assert "a failure on rank 0: StoreError: injected" in second
+
+
+def test_an_opening_that_takes_its_time_orders_nothing_from_ranks_that_do_not_listen_yet(tmp_path: Path) -> None:
+    limits = {"sync_timeout": 1, "publish_timeout": 20, "flush_timeout": 20}
+    said = {"folder": str(tmp_path), "settings": limits, "set": {"crew.PING": 0, "team_session.MARGIN": 5}}
+    assert run_ranks(2, "team_child.py", said) == ["rank 0 finished", "rank 1 finished"]

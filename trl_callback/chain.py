@@ -262,6 +262,11 @@ class Chain:
         return by_number or by_bytes
 
     @property
+    def anchor_bytes(self) -> int:
+        """The size of complete weights."""
+        return self._snapshot.total_bytes
+
+    @property
     def anchor_must_go_on(self) -> bool:
         """Whether an anchor is on its way whose next shard has to come before the next version."""
         return self._job is not None and self._job.must_go_on

@@ -234,7 +234,7 @@ class Publisher:
 
     def _try(self, job: Job) -> None:
         """Run one job; a failing store is retried, ever more slowly, until ``publish_timeout``."""
-        self._job_ends = time.monotonic() + self._config.publish_timeout + self._snapshot.total_bytes / _SLOWEST
+        self._allow(self._snapshot.total_bytes)
         try:
             job()
         except StoreError as error:
@@ -247,6 +247,10 @@ class Publisher:
             self._failing_since = self.last_error = None
         finally:
             self._job_ends = None
+
+    def _allow(self, size: int) -> None:
+        """Give the job in hand the time that ``size`` bytes take, from now."""
+        self._job_ends = time.monotonic() + self._config.publish_timeout + size / _SLOWEST
 
     def _pause_after(self, error: StoreError) -> None:
         now = time.monotonic()
@@ -319,12 +323,14 @@ class Publisher:
 
     def _anchor_now(self) -> None:
         """A whole anchor of the newest version, which somebody waits for."""
+        self._allow(self._chain.anchor_bytes)  # of a base, where what is published is an adapter
         while not self._advance_anchor(newest=True):
             pass
 
     def _next_shard(self) -> None:
         """Of an anchor nobody waits for: one that fails is not insisted on, but due again ``anchor_every`` later."""
         self._aside_is_next = False
+        self._allow(self._chain.anchor_bytes)
         try:
             self._advance_anchor(newest=False)
         except StoreError as error:

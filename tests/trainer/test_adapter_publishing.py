@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import threading
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,14 @@ from delta_sync.cli.app import app
 from delta_sync.errors import DeltaSyncError, MappingError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest
+from delta_sync.store.memory import MemoryStore
 from delta_sync.store.open import open_store
 from trl_callback import DeltaSyncCallback
 from trl_callback.adapter_image import AdapterImage, adapter_sizes
+from trl_callback.adapter_session import AdapterSession
+from trl_callback.config import DeltaSyncConfig
+from trl_callback.metrics import Metrics
+from trl_callback.session import Subject
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed (extra peft)")
 TARGETS = ["q_proj", "down_proj"]
@@ -142,6 +149,31 @@ def test_the_base_is_anchored_once_and_the_run_verifies(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"\x07")
     damaged = json.loads(run_command(app, ["verify", uri, "--json"]).output)
     assert [row["object"] for row in damaged["damage"]] == [object_.key]
+
+
+def test_uploading_the_base_may_take_as_long_as_its_size_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    uploading, go_on = threading.Event(), threading.Event()
+    put_file = MemoryStore.put_file
+
+    def slow(self: MemoryStore, *args: Any) -> None:
+        uploading.set()
+        assert go_on.wait(60)
+        put_file(self, *args)
+
+    monkeypatch.setattr(MemoryStore, "put_file", slow)
+    model = peft.get_peft_model(tiny.llama().to(torch.bfloat16), lora())
+    base = sum(parameter.nbytes for name, parameter in model.named_parameters() if "lora_" not in name)
+    monkeypatch.setattr("trl_callback.publisher._SLOWEST", base / 60)  # a minute for the base, seconds for the adapter
+    config = DeltaSyncConfig.build(new_uri(), lora="adapter", publish_timeout=0.1)
+    session = AdapterSession(Subject(model, None, "BF16", 0), config, None, Metrics())
+    try:
+        assert uploading.wait(20)
+        given = session._publisher._job_ends
+        assert given is not None and given - time.monotonic() > 30
+        session.step_done(1)
+    finally:
+        go_on.set()
+        session.close()
 
 
 def test_old_adapters_go_where_anchors_are_to_be_kept(tmp_path: Path) -> None:

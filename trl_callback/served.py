@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from delta_sync.errors import ConflictError, FormatError, MappingError, NotFoundError, SignatureError, SyncTimeoutError
+from delta_sync.errors import (
+    ConflictError,
+    FormatError,
+    MappingError,
+    NotFoundError,
+    SignatureError,
+    StoreError,
+    SyncTimeoutError,
+)
 from delta_sync.ledger import Ledger
 from trl_callback.chain import Published
 from trl_callback.config import DeltaSyncConfig
@@ -95,7 +103,10 @@ class ServedWait:
 
     def _acknowledged(self, trouble: str) -> Seen:
         """The replica of this epoch that is furthest behind; those of earlier epochs may be long gone."""
-        acks = self._ledger.acknowledgements().values()
+        try:
+            acks = self._ledger.acknowledgements().values()
+        except StoreError as error:  # the next look may find it well again
+            return Seen(trouble=f"{trouble}; {error}")
         replicas = {ack.replica: acknowledged_refusal(ack) for ack in acks}
         serving = [ack for ack in acks if ack.epoch == self._publisher.epoch and ack.version is not None]
         if not serving:

@@ -17,7 +17,7 @@ import tiny
 from stand_in_replica import StandInReplica
 
 from delta_sync.delta_file import decode_delta, encode_delta
-from delta_sync.errors import ConflictError, MappingError, SyncTimeoutError
+from delta_sync.errors import ConflictError, MappingError, StoreError, SyncTimeoutError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import ObjectRef
 from delta_sync.store.keys import delta_key
@@ -139,6 +139,25 @@ def test_a_damaged_object_is_healed_at_once(has_route: bool) -> None:
         assert time.monotonic() - start < 10
         assert loop.replica.refusals >= 1 and loop.replica.anchors_taken == 0
         assert loop.metrics.take()["delta_sync/heals"] == 1
+
+
+def test_a_store_that_fails_while_only_it_tells_of_replicas_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with looping(replica={"acknowledges": True}) as loop:
+        loop.sync()
+        loop.replica.hide_status()
+        acknowledgements, failed = Ledger.acknowledgements, threading.Event()
+
+        def fail_once(ledger: Ledger) -> Any:
+            if threading.current_thread() is threading.main_thread() and not failed.is_set():
+                failed.set()
+                raise StoreError("listing replicas/", expected="an answer", got="HTTP 503")
+            return acknowledgements(ledger)
+
+        monkeypatch.setattr(Ledger, "acknowledgements", fail_once)
+        loop.train()
+        loop.sync()
+        loop.check()
+        assert failed.is_set()
 
 
 def test_a_server_held_at_an_older_version_ends_the_wait_at_once() -> None:

@@ -42,7 +42,8 @@ class Healer:
 
     The first remedy is at once: the version's objects again if they are at hand (what is damaged is then whole), else
     weights, also where no start leads to the newest version (ChainError). Still refused after that, it gets weights:
-    as soon as its count of refusals rose, or once it had ``grace`` seconds and the time of two stagings.
+    as soon as its count of refusals rose, or once it had ``grace`` seconds and the time of two stagings. Weights that
+    came for another replica get that time too, so that several with one trouble get one anchor.
     """
 
     def __init__(self, *, grace: float) -> None:
@@ -54,12 +55,14 @@ class Healer:
         """The remedy that is due, None while the last one still deserves time, or when all have been tried."""
         case = self._case(refusal)
         patience = self._grace + 2 * refusal.stage_seconds
+        rested = now - self._anchored_at >= patience
         if case is None:
-            if refusal.kind != "ChainError":
-                return "republish" if republishable else "anchor"
-            return "anchor" if now - self._anchored_at >= patience else None
+            if republishable and refusal.kind != "ChainError":
+                return "republish"
+            return "anchor" if rested else None
         counted = refusal.attempts is not None and case.attempts is not None and refusal.attempts > case.attempts
-        due = counted or now - max(case.done_at, self._anchored_at) >= patience
+        had_newest = case.done_at >= self._anchored_at  # else an anchor came since, for another replica's sake
+        due = (counted and had_newest) or (rested and now - case.done_at >= patience)
         return "anchor" if due and case.anchors < MAX_ANCHORS else None
 
     def applied(self, refusal: Refusal, remedy: Remedy, *, now: float) -> None:

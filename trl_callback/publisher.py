@@ -364,13 +364,15 @@ class Publisher:
             logger.warning("delta-sync: old versions are not deleted for now: %s", error)
 
     def _heal(self) -> None:
+        """Answer one refusal; the others as they are by then, as what heals one may heal all."""
         with self._changed:
-            refusals = list(self._refusals.values())
-        for refusal in refusals:
-            self._heal_one(refusal)
-            with self._changed:
-                if self._refusals.get(refusal.replica) is refusal:
-                    del self._refusals[refusal.replica]
+            refusal = next(iter(self._refusals.values()), None)
+        if refusal is None:
+            return
+        self._heal_one(refusal)
+        with self._changed:
+            if self._refusals.get(refusal.replica) is refusal:
+                del self._refusals[refusal.replica]
 
     def _heal_one(self, refusal: Refusal) -> None:
         republishable = self._chain.can_republish(refusal.version)

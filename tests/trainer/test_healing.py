@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trl_callback.healing import MAX_ANCHORS, Healer, Refusal
 
 
@@ -71,3 +73,38 @@ def test_replicas_are_judged_apart() -> None:
     decide(healer, refusal(), 0)
     other = Refusal("two", 5, "IntegrityError", "sha256", 4)
     assert decide(healer, other, 1) == "republish"
+
+
+def of(replica: str, **fields: object) -> Refusal:
+    return replace(refusal(**fields), replica=replica)
+
+
+def decide_in_turn(healer: Healer, seen: list[Refusal], *, republishable: bool, now: float) -> list[str | None]:
+    """As the publisher does: it notes an anchor before the remedy."""
+    remedies = []
+    for one in seen:
+        remedies.append(healer.remedy(one, republishable=republishable, now=now))
+        if remedies[-1] == "anchor":
+            healer.anchored(now)
+        if remedies[-1] is not None:
+            healer.applied(one, remedies[-1], now=now)  # type: ignore[arg-type]
+    return remedies
+
+
+def test_several_replicas_with_one_trouble_get_one_anchor() -> None:
+    healer = Healer(grace=10)
+    fleet = ["one", "two", "three"]
+    once = [of(name) for name in fleet]
+    assert decide_in_turn(healer, once, republishable=False, now=0) == ["anchor", None, None]
+    assert decide_in_turn(healer, once, republishable=False, now=9.9) == [None, None, None]
+    assert decide_in_turn(healer, once[1:], republishable=False, now=10.1) == ["anchor", None]
+
+
+def test_several_replicas_that_count_on_get_one_anchor_after_the_objects() -> None:
+    healer = Healer(grace=10)
+    fleet = ["one", "two", "three"]
+    first = [of(name, attempts=1) for name in fleet]
+    assert decide_in_turn(healer, first, republishable=True, now=0) == ["republish"] * 3
+    again = [of(name, attempts=2) for name in fleet]
+    assert decide_in_turn(healer, again, republishable=True, now=1) == ["anchor", None, None]
+    assert decide_in_turn(healer, [of("one", attempts=3)], republishable=True, now=2) == ["anchor"], "it had that one"

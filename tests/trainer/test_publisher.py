@@ -312,6 +312,25 @@ def test_a_refused_version_is_put_again_and_then_answered_with_an_anchor() -> No
         settle(lambda: [a.version for a in Ledger(open_store(run.uri)).anchors()] == [1, version.version + 1])
 
 
+def test_a_replica_that_recovered_while_another_was_healed_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as run:
+        run.train()
+        run.check()
+        version = bucket.newest(run.uri).version
+        put_again = []
+
+        def republish(version: int) -> None:
+            put_again.append(version)
+            run.publisher.report({"two": None})
+
+        monkeypatch.setattr(run.chain, "republish", republish)
+        run.publisher.report({name: Refusal(name, version, "IntegrityError", "sha256") for name in ("one", "two")})
+        settle(lambda: not run.publisher._refusals)
+        run.train()
+        run.check()
+        assert put_again == [version]
+
+
 def refuse(run: Run, version: int, *, attempts: int) -> None:
     run.publisher.report({"one": Refusal("one", version, "IntegrityError", "sha256", attempts=attempts)})
 

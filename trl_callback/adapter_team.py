@@ -31,7 +31,8 @@ class AdapterTeamSession:
                 remedy="train with DDP or ZeRO stage <= 2",
             )
         self._session: AdapterSession | None = None
-        self._team = Team(2 * max(config.sync_timeout, config.publish_timeout, config.flush_timeout) + MARGIN)
+        longest = max(config.sync_timeout, config.publish_timeout, config.flush_timeout)
+        self._team = Team(max(2 * longest + MARGIN, subject.ranks_wait))
 
         def begin() -> None:
             if self._team.rank == 0:

@@ -213,7 +213,8 @@ class DeltaSyncCallback(TrainerCallback):
         args = self._args
         bf16, fp16 = bool(getattr(args, "bf16", False)), bool(getattr(args, "fp16", False))
         computed = compute_dtype(self._model, bf16=bf16, fp16=fp16)
-        return Subject(self._model, self._processing_class, computed, self._state.global_step)
+        ranks_wait = float(getattr(args, "ddp_timeout", 0.0) or 0.0)
+        return Subject(self._model, self._processing_class, computed, self._state.global_step, ranks_wait)
 
     def _statuses(self) -> FleetStatus | None:
         if self._lines is None and self._urls:

@@ -41,12 +41,16 @@ DELTA_BYTES = 1.3  # that a changed element of a merged delta takes, about: docs
 
 @dataclass(frozen=True)
 class Subject:
-    """What is published: the model, its tokenizer or processor, the precision it computes in, the step it is at."""
+    """What is published: the model, its tokenizer or processor, the precision it computes in, the step it is at.
+
+    ``ranks_wait``: how long, in seconds, the trainer lets its ranks wait for each other; of several.
+    """
 
     model: nn.Module
     processing_class: Any
     compute_dtype: str
     step: int
+    ranks_wait: float = 0.0
 
 
 class Session:

@@ -49,7 +49,8 @@ class TeamSession:
 
     def __init__(self, subject: Subject, config: DeltaSyncConfig, status: Statuses | None, metrics: Metrics) -> None:
         longest = max(config.sync_timeout, config.publish_timeout, config.flush_timeout)
-        self._team = team = Team(2 * longest + MARGIN)
+        self._team = team = Team(max(2 * longest + MARGIN, subject.ranks_wait))
+        self._flush_timeout = config.flush_timeout
         self._metrics = metrics
         self._lead: _Lead | None = None
         self._crew: Crew | None = None
@@ -115,7 +116,7 @@ class TeamSession:
         same = self._lead_says(lambda lead: lead.settled(step))
         self._capture(step, even_if_same=not same)
         self._lead_says(lambda lead: lead.flush())
-        self._rest(self._lead.config.flush_timeout if self._lead else MARGIN)
+        self._rest(self._flush_timeout + (MARGIN if self._follower else 0))  # rank 0 may be in a job for that long
 
     def close(self) -> None:
         """End the background threads; what is not durable by now is left to the next run."""
@@ -182,7 +183,7 @@ class _Lead(Session):
         snapshot: TeamSnapshot,
         make_chain: partial[TeamChain],
     ) -> None:
-        self.config = self._config = config
+        self._config = config
         self._metrics = metrics
         self._start(subject, server, snapshot, make_chain)
 

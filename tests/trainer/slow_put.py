@@ -20,3 +20,14 @@ def install(seconds: float) -> None:
         return put(self, *args, **kwargs)
 
     LocalStore.put = slow  # type: ignore[method-assign]
+
+
+def install_for_files(seconds: float) -> None:
+    """Every file, as anchors have them, takes so much longer."""
+    put_file = LocalStore.put_file
+
+    def slow(self: LocalStore, *args: Any) -> None:
+        time.sleep(seconds)
+        put_file(self, *args)
+
+    LocalStore.put_file = slow  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ import os
 import sys
 from importlib import import_module
 
+import slow_put
 import torch
 from torch import distributed
 
@@ -22,6 +23,7 @@ def main() -> None:
         module, _, constant = name.partition(".")
         assert hasattr(import_module(f"trl_callback.{module}"), constant)
         setattr(import_module(f"trl_callback.{module}"), constant, value)
+    slow_put.install_for_files(said.get("slow_files", 0))
     distributed.init_process_group("gloo")
     config = DeltaSyncConfig.build(f"{said['folder']}/run", **said["settings"])
     model = torch.nn.Linear(8, 8)

@@ -9,8 +9,18 @@ import sys
 from pathlib import Path
 
 import bucket
+import grpo
+import pytest
+import tiny
 import torch
 from several_ranks import run_ranks
+
+from trl_callback import DeltaSyncCallback, adapter_team, team_session
+from trl_callback.adapter_team import AdapterTeamSession
+from trl_callback.config import DeltaSyncConfig
+from trl_callback.metrics import Metrics
+from trl_callback.session import Subject
+from trl_callback.team_session import TeamSession
 
 CHILD = Path(__file__).parent / "ranks_child.py"
 
@@ -61,3 +71,38 @@ def test_an_opening_that_takes_its_time_orders_nothing_from_ranks_that_do_not_li
     limits = {"sync_timeout": 1, "publish_timeout": 20, "flush_timeout": 20}
     said = {"folder": str(tmp_path), "settings": limits, "set": {"crew.PING": 0, "team_session.MARGIN": 5}}
     assert run_ranks(2, "team_child.py", said) == ["rank 0 finished", "rank 1 finished"]
+
+
+def test_at_the_end_all_wait_for_a_file_of_an_anchor_that_rank_zero_is_at(tmp_path: Path) -> None:
+    said = {
+        "folder": str(tmp_path),
+        "settings": {"sync_timeout": 1, "publish_timeout": 30, "flush_timeout": 30, "anchor_every": 1},
+        "set": {"team_session.MARGIN": 0.5, "team_session.STOP": 0.2},
+        "slow_files": 3,
+    }
+    assert run_ranks(2, "team_child.py", said) == ["rank 0 finished", "rank 1 finished"]
+
+
+@pytest.mark.parametrize("wait", [1.0, 5000.0])
+def test_ranks_wait_for_each_other_as_long_as_the_trainers_do(wait: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mock of the process groups: what counts is the limit that they are made with."""
+
+    class Made(Exception):
+        """With this limit."""
+
+    def make(limit: float) -> None:
+        raise Made(limit)
+
+    subject = Subject(torch.nn.Linear(2, 2), None, "BF16", 0, ranks_wait=wait)
+    config = DeltaSyncConfig.build("memory://x", sync_timeout=10, publish_timeout=20, flush_timeout=30)
+    for module, kind in ((team_session, TeamSession), (adapter_team, AdapterTeamSession)):
+        monkeypatch.setattr(module, "Team", make)
+        with pytest.raises(Made) as made:
+            kind(subject, config, None, Metrics())
+        assert made.value.args == (max(360.0, wait),)
+
+
+def test_the_trainers_own_limit_is_taken(tmp_path: Path) -> None:
+    sync = DeltaSyncCallback("memory://x")
+    grpo.plain_trainer(str(tmp_path), model=tiny.llama(), callbacks=[sync], ddp_timeout=4321)
+    assert sync._subject().ranks_wait == 4321

@@ -120,11 +120,13 @@ class Server:
         raise _refusal(self._name(path), answer)
 
     def _answer(self, method: str, path: str, timeout: float, arguments: dict[str, Any]) -> _Answer:
-        if self._stuck is not None:  # at most one thread is left behind
-            self._stuck.join(timeout)
-            if self._stuck.is_alive():
-                raise StillRunningError(self._stuck)
-            self._stuck = None
+        stuck = self._stuck  # another thread of ours may come by here too
+        if stuck is not None:  # at most one thread is left behind
+            stuck.join(timeout)
+            if stuck.is_alive():
+                raise StillRunningError(stuck)
+            if self._stuck is stuck:
+                self._stuck = None
         limits = (min(CONNECT_TIMEOUT, timeout), timeout)
         url, name = f"{self.url.base}{path}", self._name(path)
 

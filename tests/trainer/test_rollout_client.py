@@ -237,3 +237,17 @@ def test_requests_run_side_by_side(server: StandInServer) -> None:
     release.set()
     worker.join(5)
     assert not worker.is_alive()
+
+
+def test_two_threads_may_find_that_what_hung_has_ended(server: StandInServer) -> None:
+    """The second one comes by while the first looks."""
+    address = Server(server.url)
+
+    class Ended(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            super().join(timeout)
+            address._stuck = None
+
+    stuck = address._stuck = Ended(target=lambda: None)
+    stuck.start()
+    address.check("/health", timeout=5)

@@ -104,6 +104,13 @@ class Ledger:
         self._seen: Manifest | None = None
         self._reader = ManifestReader(store, limits, keys)
 
+    def unread(self) -> Ledger:
+        """A ledger of the same run that has seen nothing yet, and so lists before it says what is newest."""
+        return Ledger(
+            self.store, self.limits, relist_seconds=self._relist_seconds, keys=self.keys, acks=self.acks,
+            cache=self._cache,
+        )  # fmt: skip
+
     # --- the newest version
 
     def head(self) -> Manifest | None:

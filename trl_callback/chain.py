@@ -94,7 +94,8 @@ class Chain:
         self._manifest = self._origin(step)
 
     def _open(self) -> Writer:
-        return Writer.open(self._ledger, run=self._config.run, writer=self._config.writer, key=self._key)
+        ledger = self._ledger.unread()  # a try of a moment ago may have committed what HEAD does not say
+        return Writer.open(ledger, run=self._config.run, writer=self._config.writer, key=self._key)
 
     def _origin(self, step: int) -> Manifest:
         snapshot = self._snapshot

@@ -246,6 +246,27 @@ def test_after_a_reset_a_trainer_at_work_begins_a_chain(at_work: bool) -> None:
         assert [m.version for m in bucket.chain(run.uri)] == list(range(1, newest.version + 1))
 
 
+def test_an_origin_after_a_reset_whose_answer_was_lost_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    claim_reset(Ledger(open_store(run.uri)))
+    run.store.faults = [("manifests/", True)]
+    with monkeypatch.context() as store_away:
+        get = run.store.get
+
+        def away(key: str, **limits: int) -> bytes:
+            if not run.store.faults and "manifests/" in key:
+                raise StoreError(key, expected="a read", got="an injected fault")
+            return get(key, **limits)
+
+        store_away.setattr(run.store, "get", away)
+        with pytest.raises(StoreError):
+            run.chain.begin_again()
+    run.chain.begin_again()
+    listed = Ledger(open_store(run.uri))
+    assert [(m.version, m.epoch) for m in bucket.chain(run.uri)] == [(1, 1), (2, 3), (3, 4)]
+    assert listed.head().version == run.chain.newest.version == 3
+
+
 def test_the_snapshot_stays_where_the_bucket_is_until_a_commit_is_durable() -> None:
     with running() as run:
         run.publisher.flush(20)

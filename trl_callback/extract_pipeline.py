@@ -114,6 +114,7 @@ class Launched:
     ends: torch.Tensor
     out: tuple[torch.Tensor, torch.Tensor]
     host_counts: torch.Tensor
+    streamed: torch.Tensor | None  # the buffer that its snapshot came into: read again where changes are dense
     done: Mark
     copied: Mark | None = None
 
@@ -176,15 +177,17 @@ class _Capture:
 
     def _launch(self, bucket: Bucket, number: int) -> Launched:
         kind, signed = bucket.kind, SIGNED[bucket.kind.width]
-        held = self._bring(bucket, number) if kind.streamed else [piece.data_ptr() for piece in bucket.held]
-        table, piece_of, aligned = bucket.table(held)
+        streamed = self._buffer(bucket, number) if kind.streamed else None
+        held = bucket.held if streamed is None else self._bring(bucket, streamed)
+        table, piece_of, aligned = bucket.table([piece.data_ptr() for piece in held])
         room = bucket.tiles * ROOM
         launched = Launched(
             bucket, (self._upload(table.reshape(-1)), self._upload(piece_of)),
             self._empty(bucket.tiles * TILE // 8, torch.int8),
             self._empty(bucket.tiles, torch.int32), self._empty(bucket.tiles, torch.int64),
             (self._empty(room, torch.int64), self._empty(room, signed)),
-            torch.empty(bucket.tiles, dtype=torch.int32, pin_memory=self._device.type != "cpu"), self._began,
+            torch.empty(bucket.tiles, dtype=torch.int32, pin_memory=self._device.type != "cpu"),
+            streamed, self._began,
         )  # fmt: skip
         compare[(bucket.tiles,)](
             *launched.tables, launched.differing, launched.counts, ALIGNED=aligned, BLOCK=BLOCK, **self._how(kind)
@@ -213,22 +216,26 @@ class _Capture:
             **self._how(launched.bucket.kind),
         )  # fmt: skip
 
-    def _bring(self, bucket: Bucket, number: int) -> list[int]:
-        """Start the copy of a bucket's snapshot to the device, and have the kernels wait for it; its addresses."""
+    def _buffer(self, bucket: Bucket, number: int) -> torch.Tensor:
+        """Where on the device a bucket's snapshot comes in."""
         width = bucket.kind.width
         if not self._streamed or self._streamed[0].numel() < bucket.tiles * TILE * width:
-            self._main.mark().wait()  # nothing reads the smaller buffers any more
+            self._main.mark().wait()  # nothing reads the smaller buffers any more, but one that is not collected yet
             most = bucket.kind.tiles(self._room) * TILE * width
             self._streamed = [self._empty(most, torch.int8) for _ in range(BUCKETS)]
             self._in.after(self._main.mark())
-        target = self._streamed[number % BUCKETS].view(SIGNED[width])
+        return self._streamed[number % BUCKETS]
+
+    def _bring(self, bucket: Bucket, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Start the copy of a bucket's snapshot to the device, and have the kernels wait for it; its pieces there."""
+        target = buffer.view(SIGNED[bucket.kind.width])
         places = [target[tile * TILE :][: piece.numel()] for tile, piece in
                   zip(bucket.first_tiles, bucket.held, strict=True)]  # fmt: skip
         with self._in.work():
             for place, piece in zip(places, bucket.held, strict=True):
                 place.copy_(piece, non_blocking=True)
         self._main.after(self._in.mark())
-        return [place.data_ptr() for place in places]
+        return places
 
     def _collect(self, launched: Launched) -> None:
         """Once a bucket is compared: start the copy of its changes to the host, and note which tensor's they are."""
@@ -253,6 +260,7 @@ class _Capture:
                 arena.positions[place].copy_(launched.out[0][:size], non_blocking=True)
                 arena.steps[place].copy_(launched.out[1][:size], non_blocking=True)
         launched.copied = self._out.mark()
+        launched.streamed = None
 
     def _room_for(self, kind: Kind, count: int) -> Arena:
         if kind not in self._arenas:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from delta_sync.delta import apply, diff
 from delta_sync.dtypes import dtype
 from trl_callback.extract import SIGNED, TORCH_DTYPES, Pair, torch_extract
 from trl_callback.extract_kernels import ROOM, TILE
-from trl_callback.extract_pipeline import Kind, Pipeline
+from trl_callback.extract_pipeline import Kind, Pipeline, _Capture
 from trl_callback.gpu_snapshot import GpuSnapshot, snapshot_of
 from trl_callback.serving_image import ServingImage
 
@@ -98,6 +100,23 @@ def test_snapshot_streamed_through_two_buffers(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Kind, "of", classmethod(_streamed(Kind.of)))
     chosen = pairs(HOST)
     assert_same(Pipeline(DEVICE, 400_000)(iter(chosen)), by_the_host(chosen))
+
+
+@pytest.mark.skipif(DEVICE != HOST, reason="the host's memory stands in for what a GPU frees")
+def test_buffers_that_larger_ones_replace_are_kept_while_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense changes are read again when the next bucket, of a wider kind, is launched already."""
+    monkeypatch.setattr(Kind, "of", classmethod(_streamed(Kind.of)))
+    monkeypatch.setattr(_Capture, "_empty", lambda _, size, kind: _overwritten_when_freed(size, kind))
+    shapes = [("dense", TILE, torch.float32, "BF16", 1.0, HOST), ("wide", TILE, torch.float32, "F32", 0.03, HOST)]
+    chosen = [pair(*shape) for shape in shapes]
+    assert_same(Pipeline(DEVICE, 274_286)(iter(chosen)), by_the_host(chosen))
+
+
+def _overwritten_when_freed(size: int, kind: torch.dtype) -> torch.Tensor:
+    memory = torch.zeros(size, dtype=kind)
+    lent = memory.numpy().view()  # a tensor made of it, and every view of that, holds on to this object
+    weakref.finalize(lent, memory.fill_, 0x55).atexit = False
+    return torch.from_numpy(lent)
 
 
 def _streamed(of):

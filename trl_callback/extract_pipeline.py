@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from delta_sync.dtypes import DType
 from delta_sync.tensor_delta import TensorDelta
 from trl_callback.extract import SIGNED, TORCH_DTYPES, Deltas, Pair
 from trl_callback.extract_kernels import (
@@ -87,6 +88,11 @@ class Bucket:
         self.tiles += -(-(end - begin) // TILE)
         return end
 
+    def release(self) -> None:
+        """Let go of the weights: adapters merged, or converted ones, are copies of this capture's own."""
+        self.pairs.clear()
+        self.live.clear()
+
     @cached_property
     def held(self) -> list[torch.Tensor]:
         """The pieces of the snapshot."""
@@ -101,6 +107,18 @@ class Bucket:
         table = np.array(rows, np.int64)
         tiles = np.diff(np.array([*self.first_tiles, self.tiles]))
         return table, np.repeat(np.arange(len(rows), dtype=np.int32), tiles), not (table[:, :2] % 16).any()
+
+
+@dataclass
+class Tensor:
+    """What is known of a tensor once it is compared, its weights no more: where its changes are in the arena."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    kind: Kind
+    begin: int = 0
+    end: int = 0
 
 
 @dataclass
@@ -140,7 +158,7 @@ class _Capture:
         self._began = self._main.mark()
         self._streamed: list[torch.Tensor] = []
         self._arenas: dict[Kind, Arena] = {}
-        self._found: dict[Hashable, tuple[Pair, Kind, int, int]] = {}  # where a tensor's changes are in the arena
+        self._found: dict[Hashable, Tensor] = {}
 
     def run(self, pairs: Iterable[Pair]) -> Deltas:
         """One bucket ahead: launch the next before the last one's counts are waited for."""
@@ -167,7 +185,7 @@ class _Capture:
         for pair in pairs:
             kind, begin = Kind.of(pair), 0
             most = kind.tiles(self._room)
-            self._found[pair.key] = (pair, kind, 0, 0)
+            self._found[pair.key] = Tensor(pair.name, pair.dtype, pair.shape, kind)
             while begin < pair.live.numel():
                 bucket = filling.setdefault(kind, Bucket(kind))
                 begin = bucket.add(pair, begin, most)
@@ -244,8 +262,8 @@ class _Capture:
         arena = self._room_for(launched.bucket.kind, int(counts.sum()))
         end = arena.used
         for pair, count in zip(launched.bucket.pairs, counts.tolist(), strict=True):
-            _, kind, begin, stop = self._found[pair.key]
-            self._found[pair.key] = (pair, kind, end if begin == stop else begin, end + count)
+            tensor = self._found[pair.key]
+            tensor.begin, tensor.end = end if tensor.begin == tensor.end else tensor.begin, end + count
             end += count
         room, mark = launched.out[0].numel(), launched.done
         for first in range(0, end - arena.used, room):
@@ -261,6 +279,7 @@ class _Capture:
                 arena.steps[place].copy_(launched.out[1][:size], non_blocking=True)
         launched.copied = self._out.mark()
         launched.streamed = None
+        launched.bucket.release()
 
     def _room_for(self, kind: Kind, count: int) -> Arena:
         if kind not in self._arenas:
@@ -274,12 +293,12 @@ class _Capture:
 
     def _deltas(self) -> Deltas:
         found: dict[Hashable, TensorDelta] = {}
-        for key, (pair, kind, begin, end) in self._found.items():
-            if begin < end:
-                arena = self._arenas[kind]
-                positions = arena.positions[begin:end].numpy()
-                steps = arena.steps[begin:end].numpy().view(pair.dtype.carrier)
-                found[key] = TensorDelta(pair.name, pair.dtype, pair.shape, "ulp", positions, steps)
+        for key, tensor in self._found.items():
+            if tensor.begin < tensor.end:
+                arena, place = self._arenas[tensor.kind], slice(tensor.begin, tensor.end)
+                positions = arena.positions[place].numpy()
+                steps = arena.steps[place].numpy().view(tensor.dtype.carrier)
+                found[key] = TensorDelta(tensor.name, tensor.dtype, tensor.shape, "ulp", positions, steps)
         return found
 
     def _empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -22,7 +22,10 @@ from trl_callback.snapshot import Found, Snapshot
 
 
 class GpuSnapshot(Snapshot):
-    """See the module; a capture takes at most ``bucket_bytes`` of device memory beside the model."""
+    """See the module; a capture takes at most ``bucket_bytes`` of device memory beside the model.
+
+    Where the model's own memory does not have the weights (adapters merged), those of the buckets in work come on top.
+    """
 
     def __init__(self, image: ServingImage, bucket_bytes: int, *, resident: bool) -> None:
         self._device = image.device

@@ -12,7 +12,7 @@ from delta_sync.delta import apply, diff
 from delta_sync.dtypes import dtype
 from trl_callback.extract import SIGNED, TORCH_DTYPES, Pair, torch_extract
 from trl_callback.extract_kernels import ROOM, TILE
-from trl_callback.extract_pipeline import Kind, Pipeline, _Capture
+from trl_callback.extract_pipeline import BUCKETS, Kind, Pipeline, _Capture
 from trl_callback.gpu_snapshot import GpuSnapshot, snapshot_of
 from trl_callback.serving_image import ServingImage
 
@@ -117,6 +117,24 @@ def _overwritten_when_freed(size: int, kind: torch.dtype) -> torch.Tensor:
     lent = memory.numpy().view()  # a tensor made of it, and every view of that, holds on to this object
     weakref.finalize(lent, memory.fill_, 0x55).atexit = False
     return torch.from_numpy(lent)
+
+
+def test_weights_made_for_the_capture_live_as_long_as_their_buckets() -> None:
+    """As those with adapters merged are: never all of them at once."""
+    made: list[weakref.ref] = []
+    alive: list[int] = []
+
+    def merged():
+        held = torch.zeros(TILE, dtype=torch.int16, device=DEVICE)
+        for k in range(20):
+            live = torch.ones(TILE, dtype=torch.bfloat16, device=DEVICE)
+            made.append(weakref.ref(live))
+            alive.append(sum(ref() is not None for ref in made))
+            yield Pair(k, f"w{k}", dtype("BF16"), (TILE,), live, held)
+
+    found = Pipeline(DEVICE, 1)(merged())  # buckets of one tensor
+    assert len(found) == 20 and all(delta.changed == TILE for delta in found.values())
+    assert max(alive) <= BUCKETS + 1  # and the one that comes next
 
 
 def _streamed(of):

@@ -23,12 +23,13 @@ class AdapterImage(ServingImage):
 
     def __init__(self, model: nn.Module, serving_dtype: str) -> None:
         super().__init__(model, lambda name: serving_dtype)
-        self.config = _config(self._model, self._adapters)
-        _check_frozen(self._model, self._adapters)
+        adapters = Adapters(self._model)
+        self.config = _config(self._model, adapters)
+        _check_frozen(self._model, adapters)
 
     def sources(self) -> Iterator[Source]:
         """A and B of every adapted module, not cast yet, where the model has them."""
-        for module, layer in self._adapters.layers.items():
+        for module, layer in Adapters(self._model).layers.items():
             [adapter] = layer.active_adapters
             if layer.merged_adapters:
                 raise MappingError(f"module {module!r}", expected="the adapter beside the weights",

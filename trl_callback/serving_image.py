@@ -80,7 +80,6 @@ class ServingImage:
         self._serving_dtype = serving_dtype
         self._merge = merge
         self._kept: set[str] = set()  # in-memory names known to be checkpoint names already
-        self._adapters = Adapters(self._model)
         check_model(self._model, shards_allowed=self.shards_allowed)
 
     def __iter__(self) -> Iterator[ImageTensor]:
@@ -90,8 +89,9 @@ class ServingImage:
 
     def sources(self) -> Iterator[Source]:
         """The same tensors, not cast yet, where the model has them."""
+        adapters = Adapters(self._model)  # of now: they may come and go between captures
         for memory_name, tensor in (*stored_parameters(self._model), *stored_buffers(self._model)):
-            for name, part in self._checkpoint_tensors(memory_name, tensor.detach()).items():
+            for name, part in self._checkpoint_tensors(adapters, memory_name, tensor.detach()).items():
                 yield self._source(name, part)
 
     @property
@@ -99,10 +99,10 @@ class ServingImage:
         """Where the model's first parameter is."""
         return next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
 
-    def _checkpoint_tensors(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _checkpoint_tensors(self, adapters: Adapters, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """What is saved of one stored tensor, with its adapters merged unless they are left out."""
         if self._merge:
-            tensor = self._adapters.merged(name, tensor)
+            tensor = adapters.merged(name, tensor)
         if name in self._kept or not isinstance(self._model, PreTrainedModel):
             return {name: tensor}
         try:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from delta_sync.dtypes import DType
+from trl_callback.adapters import Adapters
 from trl_callback.layout import Cut, Region, Shape, cut, flattened, sources, whole
 from trl_callback.serving_image import ServingImage, Source
 from trl_callback.shards import Held, held
+from trl_callback.supported import check_adapters
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,11 @@ class ShardImage(ServingImage):
 
     def pieces(self) -> Iterator[Piece]:
         """This rank's pieces, in the model's order."""
+        adapters = Adapters(self._model)
+        check_adapters(self._model, adapters)  # one that came later would be left out of its layer's shards
         for share in held(self._model, self._rank, self._ranks):
             if share.is_whole and not share.flat:
-                for name, part in self._checkpoint_tensors(share.name, share.local).items():
+                for name, part in self._checkpoint_tensors(adapters, share.name, share.local).items():
                     source = self._source(name, part)
                     yield Piece(source, source.shape, whole(source.shape))
                 continue

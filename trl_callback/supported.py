@@ -36,15 +36,20 @@ def check_model(model: nn.Module, *, shards_allowed: bool = False) -> None:
     if (getattr(model, "_tp_size", None) or 1) > 1:
         _refuse(f"model {kind}", "weights that are whole, or FSDP2's or ZeRO-3's shards", "tensor parallelism",
                 "train with FSDP2, DDP or DeepSpeed")  # fmt: skip
-    if Adapters(model) and has_shards(model):
-        _refuse(f"model {kind} with adapters", "weights that each rank holds whole", "shards (FSDP2 or ZeRO-3)",
-                "train with DDP or ZeRO stage <= 2")  # fmt: skip
+    check_adapters(model, Adapters(model))
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             _refuse(f"module {name or kind!r}", "shards of single tensors", "FSDP1's flattened parameters",
                     "train with FSDP2 (fsdp_version: 2)")  # fmt: skip
     for name, tensor in [*model.named_parameters(), *_float_state(model)]:
         _check_tensor(name, tensor, shards_allowed)
+
+
+def check_adapters(model: nn.Module, adapters: Adapters) -> None:
+    """MappingError where the model has adapters over shards: no rank can merge them alone."""
+    if adapters and has_shards(model):
+        _refuse(f"model {type(model).__name__} with adapters", "weights that each rank holds whole",
+                "shards (FSDP2 or ZeRO-3)", "train with DDP or ZeRO stage <= 2")  # fmt: skip
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, shards_allowed: bool) -> None:

@@ -80,6 +80,27 @@ def test_an_adapter_added_by_transformers_is_merged_too() -> None:
     assert [name for name in base if found[name] != base[name]] == ["model.layers.0.self_attn.q_proj.weight"]
 
 
+@pytest.mark.parametrize("walk", [
+    lambda model: ServingImage(model, lambda name: "BF16"),
+    lambda model: ShardImage(model, lambda name: "BF16", 0, 1),
+])  # fmt: skip
+def test_adapters_may_come_and_go_between_two_looks(walk: Callable[[Any], Any]) -> None:
+    base = tiny.llama()
+    plain = bucket.cast_bytes(tiny.cast_state(base))
+    kept = walk(base)
+    pieces = kept.pieces if isinstance(kept, ShardImage) else kept.sources
+
+    def look() -> dict[str, bytes]:
+        parts = [getattr(part, "source", part) for part in pieces()]
+        return {part.name: part.cast().bits.tobytes() for part in parts}
+
+    assert look() == plain
+    model = adapted(base)
+    assert look() == merged(model) != plain
+    model.unload()
+    assert look() == plain
+
+
 def test_several_active_adapters_add_up() -> None:
     model = adapted(tiny.llama())
     model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
@@ -125,6 +146,15 @@ def test_shards_of_an_adapted_model_are_refused() -> None:
     model.get_base_model().model.norm.weight.ds_tensor = torch.ones(3)
     with pytest.raises(MappingError, match="with adapters"):
         ShardImage(model, lambda name: "BF16", 0, 2)
+
+
+def test_an_adapter_that_is_added_to_shards_is_refused() -> None:
+    base = tiny.llama()
+    base.model.norm.weight.ds_tensor = torch.ones(3)
+    kept = ShardImage(base, lambda name: "BF16", 0, 2)
+    adapted(base)
+    with pytest.raises(MappingError, match="with adapters"):
+        list(kept.pieces())
 
 
 class EveryVersion(TrainerCallback):

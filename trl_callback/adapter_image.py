@@ -12,7 +12,7 @@ from delta_sync.errors import MappingError
 from trl_callback.adapters import Adapters
 from trl_callback.serving_image import ServingImage, Source
 
-_REMEDY = 'set lora="merged"'
+_REMEDY = 'set lora="merged", or leave the base frozen, and the adapter as LoRA makes it'
 
 
 class AdapterImage(ServingImage):
@@ -23,13 +23,15 @@ class AdapterImage(ServingImage):
 
     def __init__(self, model: nn.Module, serving_dtype: str) -> None:
         super().__init__(model, lambda name: serving_dtype)
-        adapters = Adapters(self._model)
-        self.config = _config(self._model, adapters)
-        _check_frozen(self._model, adapters)
+        self.config = _config(self._model, Adapters(self._model))
 
     def sources(self) -> Iterator[Source]:
         """A and B of every adapted module, not cast yet, where the model has them."""
-        for module, layer in Adapters(self._model).layers.items():
+        adapters = Adapters(self._model)
+        config = _config(self._model, adapters)  # anew, as whoever trains may change what the server can't follow
+        if config != self.config:
+            _refuse("adapter", f"as at the start, {self.config}", config)
+        for module, layer in adapters.layers.items():
             [adapter] = layer.active_adapters
             if layer.merged_adapters:
                 raise MappingError(f"module {module!r}", expected="the adapter beside the weights",
@@ -50,12 +52,13 @@ def adapter_sizes(model: nn.Module) -> tuple[int, int]:
 
 
 def _config(model: nn.Module, adapters: Adapters) -> AdapterConfig:
-    """What the adapted layers have in common; MappingError where they differ, or are more than LoRA."""
+    """What the adapted layers have in common; MappingError where they differ, are more than LoRA, or not alone."""
     if not adapters.layers:
         _refuse("model", "a LoRA adapter", "none")
     if adapters.copied:
         _refuse(f"module {adapters.copied[0]!r}", "only LoRA", "a layer trained whole (modules_to_save)")
-    found: set[tuple[str, int, float, bool]] = set()
+    _check_frozen(model, adapters)
+    first: tuple[str, int, float, float] | None = None
     for module, layer in adapters.layers.items():
         names = list(layer.active_adapters)
         if len(names) != 1:
@@ -65,16 +68,23 @@ def _config(model: nn.Module, adapters: Adapters) -> AdapterConfig:
             _refuse(f"adapter of module {module!r}", "LoRA on linear and embedding layers", type(layer).__name__)
         if name in layer.lora_variant:
             _refuse(f"adapter of module {module!r}", "plain LoRA", type(layer.lora_variant[name]).__name__)
-        found.add((name, layer.r[name], layer.lora_alpha[name], layer.scaling[name] * layer.r[name]))
-    if len(found) != 1:
-        _refuse("adapter", "one rank and alpha for all modules", sorted(found))
-    [(name, r, alpha, scaled)] = found
+        found = name, layer.r[name], layer.lora_alpha[name], layer.scaling[name]
+        if first is not None and found != first:
+            expected = f"one rank and alpha for all modules, {_said(first)}"
+            _refuse(f"adapter of module {module!r}", expected, _said(found))
+        first = found
+    assert first is not None
+    name, r, alpha, scaling = first
     settings = _settings(model, name)
     rslora = bool(getattr(settings, "use_rslora", False))
     config = AdapterConfig(r, alpha, _targets(model, adapters), rslora, _path(model, settings), _task(settings))
-    if abs(config.scaling * r - scaled) > 1e-6 * abs(scaled):
-        _refuse(f"adapter {name!r}", f"scaling {config.scaling:g}, of its rank and alpha", f"{scaled / r:g}")
+    if abs(config.scaling - scaling) > 1e-6 * abs(scaling):
+        _refuse(f"adapter {name!r}", f"scaling {config.scaling:g}, of its rank and alpha", f"{scaling:g}")
     return config
+
+
+def _said(adapter: tuple[str, int, float, float]) -> str:
+    return "{!r} with rank {}, alpha {:g}, scaling {:g}".format(*adapter)
 
 
 def _settings(model: nn.Module, adapter: str) -> Any:
@@ -87,7 +97,7 @@ def _targets(model: nn.Module, adapters: Adapters) -> tuple[str, ...]:
     """Last parts of names where those say exactly which modules are adapted, else full names."""
     last = {name.rpartition(".")[2] for name in adapters.layers}
     others = (name for name, _ in model.named_modules() if name not in adapters.layers and ".base_layer" not in name)
-    exact = not any(name.rpartition(".")[2] in last for name in others if not _inside(name, adapters))
+    exact = not any(name.rpartition(".")[2] in last and not _inside(name, adapters) for name in others)
     return tuple(sorted(last if exact else adapters.layers))
 
 

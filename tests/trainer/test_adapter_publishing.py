@@ -256,6 +256,41 @@ def test_a_base_that_is_trained_or_merged_into_is_refused() -> None:
         list(image)
 
 
+def set_scaling(model: Any, modules: slice) -> None:
+    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+    for layer in layers[modules]:
+        layer.scaling["default"] *= 2
+
+
+def set_alpha(model: Any) -> None:
+    set_scaling(model, slice(None))
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.lora_alpha["default"] *= 2
+
+
+CHANGES: dict[str, Any] = {
+    "base": (lambda model: model.get_base_model().model.norm.requires_grad_(True), r"model\.norm\.weight"),
+    "scaling": (lambda model: set_scaling(model, slice(None)), "scaling 2, of its rank and alpha"),
+    "one scaling": (lambda model: set_scaling(model, slice(2, 3)), r"layers\.1\.self_attn\.q_proj.*scaling 4"),
+    "alpha": (set_alpha, "as at the start"),
+    "unloaded": (lambda model: model.unload(), "got none"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_changes_while_training_is_refused_by_name(case: str) -> None:
+    """The server has the base and the scaling of the start; it would serve something else."""
+    change, said = CHANGES[case]
+    model = peft.get_peft_model(tiny.llama(), lora())
+    image = AdapterImage(model, "BF16")
+    list(image)
+    change(model)
+    with pytest.raises(MappingError, match=said) as caught:
+        list(image)
+    assert caught.value.remedy
+
+
 def test_an_adapter_added_by_transformers_has_pefts_names() -> None:
     model = tiny.llama()
     model.add_adapter(lora())

@@ -18,7 +18,7 @@ from trl_callback.fleet_status import FleetStatus
 from trl_callback.generation import GenerationSwap
 from trl_callback.halves import replace_attribute
 from trl_callback.lines import Lines, open_lines
-from trl_callback.metrics import Metrics, add_to_logs, log_first
+from trl_callback.metrics import Metrics, log_first
 from trl_callback.ranks import is_main, many_ranks
 from trl_callback.rollout_client import RolloutClient
 from trl_callback.rollout_log import RolloutLog
@@ -82,7 +82,7 @@ class DeltaSyncCallback(TrainerCallback):
             )
         trainer = enclosing_trainer(self)
         if trainer is not None:
-            log_first(trainer, self)
+            log_first(trainer, self.metrics)
         if self._transfers:
             check_one_process()
             self._urls = self._urls or (str(vars(args)["vllm_server_base_url"]),)
@@ -112,18 +112,6 @@ class DeltaSyncCallback(TrainerCallback):
         every = self.config.parity_every
         if every and state.global_step % every == 0 and is_main():
             self._record_parity()
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Add ``delta_sync/…`` to the trainer's logs."""
-        if logs is not None and is_main():
-            add_to_logs(self.metrics, logs, state)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -8,9 +8,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from delta_sync.strict_json import NUMBER_NAME, NUMBERS
+from trl_callback.ranks import is_main
 
 PREFIX = "delta_sync/"
 FIRST = ("reward", "reward_std", "loss", "kl", "learning_rate", "grad_norm", "entropy", "epoch")  # of too many numbers
@@ -87,9 +88,27 @@ def _is_publishable(name: str, value: object) -> bool:
     return is_number and math.isfinite(value) and NUMBER_NAME.fullmatch(name) is not None  # type: ignore[arg-type]
 
 
-def log_first(trainer: Trainer, callback: TrainerCallback) -> None:
-    """Move ``callback`` before the reporters (wandb, trackio, …), so that they see what it adds to the logs."""
-    callbacks = trainer.callback_handler.callbacks
-    if callback in callbacks:
-        callbacks.remove(callback)
-        callbacks.insert(0, callback)
+class LogNumbers(TrainerCallback):
+    """Adds ``delta_sync/…`` to a trainer's logs."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Before the reporters read it."""
+        if logs is not None and is_main():
+            add_to_logs(self.metrics, logs, state)
+
+
+def log_first(trainer: Trainer, metrics: Metrics) -> None:
+    """Have the numbers added before the reporters (wandb, trackio, …) see a log; other callbacks keep their order."""
+    handler = trainer.callback_handler
+    others = [one for one in handler.callbacks if not (isinstance(one, LogNumbers) and one.metrics is metrics)]
+    handler.callbacks = [LogNumbers(metrics), *others]  # a new list: the trainer is in the middle of the old one

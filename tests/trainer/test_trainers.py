@@ -69,6 +69,20 @@ def test_a_plain_trainer_publishes_every_step(tmp_path, uri: str, build: Any) ->
     assert all({"delta_sync/extract_seconds", "delta_sync/bytes"} <= entry.keys() for entry in logged[1:])
 
 
+def test_a_step_has_what_callbacks_before_ours_do_to_its_weights(tmp_path, uri: str) -> None:
+    class Clip(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.clamp_(-0.01 * state.global_step, 0.01 * state.global_step)
+
+    sync, every = checked(uri)
+    trainer = grpo.plain_trainer(tmp_path, model=tiny.llama(), callbacks=[Clip(), sync, every], bf16=True)
+    trainer.train()
+    sync.close()
+    assert every.checked == 3
+
+
 def test_reporters_see_the_numbers_too(tmp_path, uri: str) -> None:
     seen: list[dict] = []
 
@@ -238,12 +252,13 @@ def test_another_model_on_the_server_is_refused_by_name(tmp_path, uri: str) -> N
 
 def test_a_callback_added_too_late_says_what_to_do(tmp_path, uri: str) -> None:
     with StandInReplica(uri, tiny.llama()).running() as replica:
+        sync = DeltaSyncCallback(uri)
         trainer = grpo.grpo_trainer(
             tmp_path,
             model=tiny.llama(),
             url=replica.url,
             use_vllm=True,
-            callbacks=[DeltaSyncCallback(uri)],
+            callbacks=[sync],
             max_steps=1,
         )
         late = DeltaSyncCallback(uri)
@@ -252,7 +267,7 @@ def test_a_callback_added_too_late_says_what_to_do(tmp_path, uri: str) -> None:
             trainer.train()
         with pytest.raises(DeltaSyncError, match="use_vllm=False"):
             attach(trainer, uri)
-        trainer.callback_handler.callbacks[0].close()
+        sync.close()
 
 
 def test_the_swap_serves_only_the_trainer_it_was_made_for(tmp_path, uri: str, monkeypatch) -> None:

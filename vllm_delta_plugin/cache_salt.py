@@ -1,10 +1,12 @@
-"""Prefix-cache salt: what was cached under older weights is found only as far as a version's policy allows."""
+"""Cache salt: prompts and images cached under older weights are found only as far as a version's policy allows."""
 
 from __future__ import annotations
 
 import secrets
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from delta_sync.manifest import PromptCache
@@ -18,6 +20,8 @@ class HashedRequest(Protocol):
 
     cache_salt: str | None
     block_hashes: list[Any]
+    mm_features: list[Any]
+    num_preemptions: int
 
     def update_block_hashes(self) -> None:
         """Append hashes of full blocks that have none yet."""
@@ -65,30 +69,47 @@ class CacheSalt:
 
 
 class Salted:
-    """Remembers what one request asked for and which generation its block hashes belong to."""
+    """Remembers what one request asked for and which generation its block hashes and its images' names belong to."""
 
-    __slots__ = ("generation", "salt", "session", "user_salt")
+    __slots__ = ("generation", "release", "salt", "session", "user_salt")
 
     def __init__(self, salt: CacheSalt, user_salt: str | None, session: str | None = None) -> None:
         self.salt, self.user_salt, self.session = salt, user_salt, session
         self.generation = salt.current(session)
+        self.release: Callable[[Any], None] | None = None  # gives back what a request holds of cached images
 
     @property
     def cache_salt(self) -> str:
         """What the request's cache_salt must be."""
         return self.salt.combine(self.generation, self.user_salt)
 
+    def renamed(self, features: Sequence[Any], before: int | None = None) -> list[Any]:
+        """Copies of the features under names of this generation; ``before``: that of the names they have.
+
+        vLLM keeps what it made of an image under ``identifier`` alone, for other requests too. ``mm_hash``, by which
+        the processor's output is kept, stays. Copies, because the requests of one ``n`` share the features.
+        """
+        old = "" if before is None else self.salt.combine(before, None)
+        return [
+            replace(feature, identifier=self.salt.combine(self.generation, feature.identifier.removeprefix(old)))
+            for feature in features
+        ]
+
     def refresh(self, request: HashedRequest) -> bool:
         """Hash the request's blocks anew if its cache was closed since; True if it was.
 
         Called when the scheduler is about to look a request up in the prefix cache, so that only requests
         without computed tokens change: new, waiting and preempted ones. Running requests keep their hashes,
-        which no later request can have.
+        which no later request can have. Images of preempted ones keep their names, by which the workers know them.
         """
         current = self.salt.current(self.session)
         if self.generation == current:
             return False
-        self.generation = current
+        before, self.generation = self.generation, current
+        if request.mm_features and not request.num_preemptions:
+            if self.release is not None:  # under the old names, before they are lost
+                self.release(request)
+            request.mm_features = self.renamed(request.mm_features, before)
         request.cache_salt = self.cache_salt
         request.block_hashes = []
         request.update_block_hashes()

@@ -24,6 +24,8 @@ class Request:
     def __init__(self, salt: str | None, tokens: int = 3) -> None:
         self.cache_salt, self.tokens = salt, tokens
         self.block_hashes: list[Any] = []
+        self.mm_features: list[Any] = []
+        self.num_preemptions = 0
         self.update_block_hashes()
 
     def update_block_hashes(self) -> None:

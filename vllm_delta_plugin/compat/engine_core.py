@@ -8,7 +8,7 @@ from typing import Any
 
 from delta_sync.errors import MappingError
 from vllm_delta_plugin.cache_salt import ATTRIBUTE
-from vllm_delta_plugin.compat import batches, lockstep
+from vllm_delta_plugin.compat import batches, encoder_cache, lockstep
 from vllm_delta_plugin.compat.lora_seam import adapter_request
 from vllm_delta_plugin.compat.pause import EnginePause
 from vllm_delta_plugin.compat.seam import require, wrap
@@ -30,6 +30,7 @@ def install() -> None:
     wrap(EngineCore, "_initialize_kv_caches", _attach)
     wrap(EngineCore, "preprocess_add_request", _salt)
     batches.install()
+    encoder_cache.install()
     wrap(EngineCore, "step", _ready_before)
     wrap(EngineCore, "step_with_batch_queue", _ready_before)
     wrap(EngineCore, "shutdown", _stop_before)
@@ -189,6 +190,9 @@ def _salt(original: Callable[..., Any]) -> Callable[..., Any]:
         session = (request.trace_headers or {}).get(SESSION) or getattr(request, "session_id", None)
         salted = sync.salted(request.cache_salt, session)
         request.cache_salt = salted.cache_salt
+        if request.mm_features:
+            request.mm_features = salted.renamed(request.mm_features)
+            salted.release = encoder_cache.releasing(self.scheduler)
         if sync.serves_adapters and request.lora_request is None:
             request.lora_request = adapter_request()
         result = original(self, request)

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
+from vllm_delta_plugin.compat import encoder_cache
 from vllm_delta_plugin.compat.seam import require
 from vllm_delta_plugin.main_thread import MainThread, Stopped
 
@@ -42,11 +43,14 @@ class EnginePause:
         self._ours = False
 
     def recompute(self) -> None:
-        """Make running requests prefill again, what they generated so far included; on the engine's thread.
+        """Make running requests prefill again, images and what they generated so far included; on the engine's thread.
 
         RuntimeError if one of them can't be: its cache is being moved to or from elsewhere.
         """
-        self._core.reset_prefix_cache(reset_running_requests=True)
+        try:
+            self._core.reset_prefix_cache(reset_running_requests=True)
+        finally:  # all that ran are preempted, also where it raises
+            encoder_cache.reset(self._core)
 
     def _pause(self, mode: str) -> Any:
         if self._core.is_scheduler_paused():

@@ -17,30 +17,36 @@ class EnginePause:
     """Stops and restarts stepping; requests stay where they are. Used from the coordinator's thread."""
 
     def __init__(self, core: Any, main: MainThread, stop: threading.Event) -> None:
-        require(core, "pause_scheduler", "resume_scheduler", "is_scheduler_paused", "reset_prefix_cache")
+        from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+
+        require(core, "pause_scheduler", "resume_scheduler", "reset_prefix_cache")
+        require(SchedulerInterface, "pause_state", "set_pause_state")
+        require(PauseState, "UNPAUSED", "PAUSED_NEW", "PAUSED_ALL")
         self._core, self._main, self._stop = core, main, stop
-        self._ours = False
+        self._found: Any = None  # the PauseState before ours, None while we have none
+        self._promised: list[Any] = []  # callbacks of somebody else's pause
 
     def begin(self, drain: bool = False) -> None:
-        """Return once no step runs or will run; does nothing more if it is paused already.
+        """Return once no step runs or will run; does nothing more if somebody else has stopped all steps already.
 
         drain: running requests end first, however long that takes, and new ones wait.
         """
-        idle = self._main.run(lambda: self._pause("wait" if drain else "keep"))
-        while isinstance(idle, Future):
-            if self._stop.is_set():
-                raise Stopped
-            try:
-                idle.result(timeout=_SLICE)
-                return
-            except TimeoutError:
-                continue
+        from vllm.v1.core.sched.interface import PauseState
+
+        state = self._main.run(lambda: self._core.scheduler.pause_state)
+        if state == PauseState.PAUSED_ALL:
+            return
+        self._found = state if self._found is None else self._found
+        if drain:
+            self._wait(self._main.run(lambda: self._core.pause_scheduler("wait", False)))
+        else:
+            self._wait(self._main.run(self._pause))
 
     def end(self) -> None:
-        """Step again, unless somebody else had paused the engine before us."""
-        if self._ours:
-            self._main.run(self._core.resume_scheduler)
-        self._ours = False
+        """Step again, or as far as somebody else who had paused the engine before us lets it."""
+        if self._found is not None:
+            self._main.run(self._restore)
+        self._found = None
 
     def recompute(self) -> None:
         """Make running requests prefill again, images and what they generated so far included; on the engine's thread.
@@ -52,8 +58,29 @@ class EnginePause:
         finally:  # all that ran are preempted, also where it raises
             encoder_cache.reset(self._core)
 
-    def _pause(self, mode: str) -> Any:
-        if self._core.is_scheduler_paused():
-            return None
-        self._ours = True
-        return self._core.pause_scheduler(mode, False)
+    def _pause(self) -> Any:
+        # Whoever waits for running requests to end would take the idle engine for that.
+        callbacks = self._core._idle_state_callbacks
+        self._promised += callbacks
+        callbacks.clear()
+        return self._core.pause_scheduler("keep", False)
+
+    def _restore(self) -> None:
+        from vllm.v1.core.sched.interface import PauseState
+
+        if self._found == PauseState.UNPAUSED:
+            self._core.resume_scheduler()
+        else:
+            self._core.scheduler.set_pause_state(self._found)
+        self._core._idle_state_callbacks += self._promised
+        self._promised = []
+
+    def _wait(self, idle: Any) -> None:
+        while isinstance(idle, Future):
+            if self._stop.is_set():
+                raise Stopped
+            try:
+                idle.result(timeout=_SLICE)
+                return
+            except TimeoutError:
+                continue

@@ -26,7 +26,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_delta_plugin.compat.pause import EnginePause
-from vllm_delta_plugin.main_thread import MainThread
+from vllm_delta_plugin.main_thread import MainThread, Stopped
 
 BLOCK, BLOCKS = 16, 9  # one of them is vLLM's null block
 PROMPT = 32
@@ -166,3 +166,36 @@ def test_a_pause_of_somebody_else_that_stops_all_stays_as_it_is(core: Core) -> N
         core.pause.begin(drain)
         core.pause.end()
         assert core.scheduler.pause_state == PauseState.PAUSED_ALL
+
+
+def test_a_drain_waits_for_requests_that_were_preempted_before_it_and_while_it_lasts(core: Core) -> None:
+    """Each of them fits alone; vLLM takes one that it preempted back only where nothing is paused."""
+    requests = [core.ask(name, 90) for name in "abc"]
+    core.may_step.set()
+    until(lambda: any(request.num_preemptions and request.num_output_tokens for request in requests))
+    began = [request for request in requests if request.num_output_tokens]
+    core.pause.begin(drain=True)
+    assert all(request.is_finished() for request in began)
+    assert all(request.is_finished() or not request.num_output_tokens for request in requests)
+    assert core.scheduler.pause_state == PauseState.PAUSED_NEW
+    core.pause.end()
+    until(lambda: all(request.is_finished() for request in requests))
+
+
+def test_a_drain_ends_with_the_engine(core: Core) -> None:
+    requests = [core.ask(name, 90) for name in "abc"]
+    core.may_step.set()
+    until(lambda: any(request.num_preemptions and request.num_output_tokens for request in requests))
+    core.may_step.clear()
+    caught: list[BaseException] = []
+
+    def drain() -> None:
+        try:
+            core.pause.begin(drain=True)
+        except Stopped as error:
+            caught.append(error)
+
+    thread = in_background(drain)
+    core.stop.set()
+    thread.join(ENGINE_IDLE)
+    assert caught

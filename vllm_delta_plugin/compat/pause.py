@@ -11,6 +11,7 @@ from vllm_delta_plugin.compat.seam import require
 from vllm_delta_plugin.main_thread import MainThread, Stopped
 
 _SLICE = 0.5  # seconds between two looks at the stop event
+_POLL = 0.05  # seconds between two looks at preempted requests
 
 
 class EnginePause:
@@ -38,7 +39,7 @@ class EnginePause:
             return
         self._found = state if self._found is None else self._found
         if drain:
-            self._wait(self._main.run(lambda: self._core.pause_scheduler("wait", False)))
+            self._drain()
         else:
             self._wait(self._main.run(self._pause))
 
@@ -57,6 +58,30 @@ class EnginePause:
             self._core.reset_prefix_cache(reset_running_requests=True)
         finally:  # all that ran are preempted, also where it raises
             encoder_cache.reset(self._core)
+
+    def _drain(self) -> None:
+        """Until no request is left that has tokens; vLLM neither counts preempted ones nor goes on with them meanwhile.
+
+        So the engine steps on for those. New requests stay at the gate; one that vLLM had queued before may begin then
+        and is waited for too. Where the pause is somebody else's, theirs decides when preempted ones go on.
+        """
+        from vllm.v1.core.sched.interface import PauseState
+
+        while True:
+            self._wait(self._main.run(lambda: self._core.pause_scheduler("wait", False)))
+            if self._found != PauseState.UNPAUSED or not self._main.run(self._preempted):
+                return
+            self._main.run(self._core.resume_scheduler)
+            while self._main.run(self._preempted):
+                if self._stop.wait(_POLL):
+                    raise Stopped
+
+    def _preempted(self) -> bool:
+        from vllm.v1.request import RequestStatus
+
+        waiting = (RequestStatus.PREEMPTED, RequestStatus.WAITING_FOR_REMOTE_KVS)
+        requests = self._core.scheduler.requests.values()
+        return any(request.num_output_tokens and request.status in waiting for request in requests)
 
     def _pause(self) -> Any:
         # Whoever waits for running requests to end would take the idle engine for that.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 import hashlib
 import json
 import shutil
 import struct
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

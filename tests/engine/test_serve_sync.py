@@ -11,7 +11,8 @@ from serving_world import PROMPT, World, serve, span
 
 pytestmark = pytest.mark.long
 
-ARGS = ("--api-key", "first", "--delta-sync-transition", "sync", "--enable-prompt-tokens-details")
+FEW = ("--num-gpu-blocks-override", "20")  # one request of the longest fits, two don't
+ARGS = ("--api-key", "first", "--delta-sync-transition", "sync", "--enable-prompt-tokens-details", *FEW)
 LONG = list(range(10, 150))  # 140 tokens; blocks are of 128
 
 
@@ -81,6 +82,22 @@ def test_a_drain_ends_with_what_it_waits_for(world: World) -> None:
         cancelled = world.post(f"/v1/responses/{began.body['id']}/cancel", {}, timeout="0.2")
         assert (cancelled.code, cancelled.body["status"]) == (200, "cancelled")
         world.server.wait_version(version)
+
+
+def test_requests_that_are_preempted_meanwhile_end_on_the_old_weights_too(world: World) -> None:
+    old = world.version
+    with world.server.slow_steps():
+        streams = [open_stream(world.server, PROMPT[size:], 1900) for size in (0, 10)]
+        for stream in streams:
+            stream.wait_tokens(1)
+        new = world.trainer.step(2, 0.05).version
+        world.server.wait_status("a drain", lambda s: s["draining"])
+    for stream in streams:
+        assert stream.join().error is None
+        assert stream.usage["delta_sync"]["choices"] == [[span(old, 0, 1900)]]
+    world.server.wait_version(new)
+    metrics = world.server.get_bytes("/metrics")[0].decode().splitlines()
+    assert float(next(line for line in metrics if line.startswith("vllm:num_preemptions_total{")).split()[-1]) > 0
 
 
 def test_no_request_fails_or_mixes_versions_while_weights_change(world: World) -> None:

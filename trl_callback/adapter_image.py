@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -29,7 +30,8 @@ class AdapterImage(ServingImage):
         """A and B of every adapted module, not cast yet, where the model has them."""
         adapters = Adapters(self._model)
         config = _config(self._model, adapters)  # anew, as whoever trains may change what the server can't follow
-        if config != self.config:
+        # What is for PEFT alone may change: servers don't see it.
+        if config != replace(self.config, base_model=config.base_model, task_type=config.task_type):
             _refuse("adapter", f"as at the start, {self.config}", config)
         for module, layer in adapters.layers.items():
             [adapter] = layer.active_adapters

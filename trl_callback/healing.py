@@ -49,19 +49,22 @@ class Healer:
     def __init__(self, *, grace: float) -> None:
         self._grace = grace
         self._cases: dict[str, _Case] = {}
-        self._anchored_at = -math.inf
+        self._anchored_at, self._anchored = -math.inf, -1
 
     def remedy(self, refusal: Refusal, *, republishable: bool, now: float) -> Remedy | None:
         """The remedy that is due, None while the last one still deserves time, or when all have been tried."""
         case = self._case(refusal)
         patience = self._grace + 2 * refusal.stage_seconds
-        rested = now - self._anchored_at >= patience
+        # An older version's anchor helps where no start is left, not with an object after it.
+        helps = refusal.kind == "ChainError" or self._anchored >= refusal.version
+        anchored_at = self._anchored_at if helps else -math.inf
+        rested = now - anchored_at >= patience
         if case is None:
             if republishable and refusal.kind != "ChainError":
                 return "republish"
             return "anchor" if rested else None
         counted = refusal.attempts is not None and case.attempts is not None and refusal.attempts > case.attempts
-        had_newest = case.done_at >= self._anchored_at  # else an anchor came since, for another replica's sake
+        had_newest = case.done_at >= anchored_at  # else an anchor came since, for another replica's sake
         due = (counted and had_newest) or (rested and now - case.done_at >= patience)
         return "anchor" if due and case.anchors < MAX_ANCHORS else None
 
@@ -72,9 +75,9 @@ class Healer:
         case.anchors += remedy == "anchor"
         self._cases[refusal.replica] = case
 
-    def anchored(self, now: float) -> None:
-        """Note that complete weights, for whatever reason, are in the bucket."""
-        self._anchored_at = now
+    def anchored(self, version: int, now: float) -> None:
+        """Note that a version's complete weights, for whatever reason, are in the bucket."""
+        self._anchored_at, self._anchored = now, version
 
     def recovered(self, replica: str) -> None:
         """Close the case of a replica that refuses nothing any more."""

@@ -346,7 +346,7 @@ class Publisher:
         if job is None:
             return False
         now = time.monotonic()
-        self._healer.anchored(now)
+        self._healer.anchored(job.version, now)
         with self._changed:
             self.anchor_wanted = self._anchor_urgent = False
             self.trim_due = self._config.keep_anchors is not None

@@ -37,7 +37,8 @@ class DeltaSyncWeightTransfer:
     def pause(self) -> None:
         """Keep TRL from merging adapters for what it sends; the servers' requests run through a commit."""
         self._unmerged.close()
-        self._unmerged = leave_unmerged(self._callback.model)
+        if self._callback.model is not None:  # else ``resume`` says what is missing
+            self._unmerged = leave_unmerged(self._callback.model)
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
         """Take what TRL streams, which may need all ranks, and leave it: the callback compares the model itself."""

@@ -33,10 +33,12 @@ class Scan:
 def scan(job: Job[Any], weights: WeightMap, device: Device, generation: Callable[[], int]) -> Scan:
     """All regions in one commit generation; SyncTimeoutError if commits never leave the time."""
     for _ in range(_TRIES):
+        while generation() % 2:  # a swap runs, and ends soon
+            job.check()
+            time.sleep(_REST)
         found = _scan_once(job, weights, device, generation)
         if found is not None:
             return found
-        time.sleep(_REST)
     raise SyncTimeoutError("audit", expected="one scan between two commits", got=f"{_TRIES} scans crossed by commits")
 
 

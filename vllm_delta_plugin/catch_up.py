@@ -125,10 +125,10 @@ class CatchUp:
         }
 
     def _no_way(self, newest: Manifest, error: DeltaSyncError) -> bool:
-        if self._anchors.may_come(newest, error):
-            self._hold.start(self._lookout.signal(newest.sha256))
-            return False
         wanted = self._control.target or newest
+        if self._anchors.may_come(newest, error):
+            self._hold.start(self._lookout.signal(wanted.sha256))
+            return False
         self._report.no_way(wanted, error)
         return self._fall_back(Position(wanted.version, wanted.sha256), None, error)
 

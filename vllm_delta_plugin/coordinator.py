@@ -142,7 +142,7 @@ class Coordinator:
             try:
                 newest = self._ledger.head()
             except Exception as error:  # noqa: BLE001  # they go on waiting, and the replica goes on following
-                self._note(error)
+                self.status.note_error(error)
             else:
                 self._waiters.wait_for(newest.version if newest else 0, asking)
 

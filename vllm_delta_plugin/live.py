@@ -20,7 +20,7 @@ from vllm_delta_plugin.engine_load import Loaded, Pause, load_dense
 from vllm_delta_plugin.engine_stage import Staged, Stager
 from vllm_delta_plugin.gate import Gate
 from vllm_delta_plugin.group import ALONE, Group
-from vllm_delta_plugin.main_thread import MainThread
+from vllm_delta_plugin.main_thread import EngineBroken, MainThread
 from vllm_delta_plugin.output_clock import OutputClock
 from vllm_delta_plugin.proof import Layout, Proven, Sums, check_names
 from vllm_delta_plugin.ranks import Ranks, Reply
@@ -177,6 +177,8 @@ class Live:
         if self._transition == "recompute":
             try:
                 self._pause.recompute()
+            except EngineBroken:
+                raise
             except Exception as error:  # noqa: BLE001  # the weights are live already; vLLM's own, as caches may be moving
                 return error
         return None

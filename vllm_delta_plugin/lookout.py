@@ -51,7 +51,7 @@ class Lookout:
         if newest is None:
             return None
         self._status.saw(newest.version, newest.created_at)
-        if self._hold.active and not self._hold.over(self.signal(newest.sha256)):
+        if self._hold.active and not self._hold.over(self.signal((pinned or newest).sha256)):
             return None
         return None if self._is_at(pinned) else newest
 

@@ -35,6 +35,9 @@ def _found(config: Any) -> list[tuple[str, object, str]]:
     # It would go on with an engine that had to end, since its ranks may hold two versions.
     tolerant = getattr(parallel, "enable_fault_tolerance", False)
     refuse("fault tolerance of engines", tolerant, "serve without --enable-fault-tolerance")
+    # What they encode is named by its engine and generation of weights: nobody else would find it.
+    apart = getattr(config, "ec_transfer_config", None)
+    refuse("encoders in engines of their own", apart, "serve without --ec-transfer-config")
     refuse("weight offload", _offload(config), "serve without CPU offload")
     if load_format not in _LOAD_FORMATS:
         refuse("load format", load_format, f"use one of {', '.join(sorted(_LOAD_FORMATS))}")

@@ -104,7 +104,7 @@ class _Answer:
 
     def _may_wait(self, message: Message) -> bool:
         early = bool(self._held) and self._versions.header is None
-        return early and message.get("body", b"").startswith(_BEFORE_TOKENS)
+        return early and bytes(message.get("body", b"")).startswith(_BEFORE_TOKENS)
 
     async def _start(self) -> None:
         if not self._held:

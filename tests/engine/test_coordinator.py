@@ -649,6 +649,11 @@ def test_what_is_refused_while_a_version_is_pinned_is_that_version(trainer, repl
     replica.executor.ranks[0].live["w"][0, 0] ^= 1
     replica.coordinator.scan().result(10)
     assert replica.wait("the refusal", lambda s: s["refusal"])["refusal"]["version"] == 1
+    looks: list[int] = []
+    plan = replica.ledger.plan
+    replica.ledger.plan = lambda *args, **more: [looks.append(1), plan(*args, **more)][1]  # type: ignore[method-assign]
+    time.sleep(2)
+    assert len(looks) <= 6, "it is tried again ever more slowly, up to every half second here"
 
 
 def test_a_client_whose_version_is_above_a_pin_waits_no_longer(trainer, replica_of) -> None:

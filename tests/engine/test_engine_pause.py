@@ -168,6 +168,26 @@ def test_a_pause_of_somebody_else_that_stops_all_stays_as_it_is(core: Core) -> N
         assert core.scheduler.pause_state == PauseState.PAUSED_ALL
 
 
+def test_what_others_set_during_our_pause_takes_effect_after_it(core: Core) -> None:
+    """A load in place has half of the weights written meanwhile."""
+    core.may_step.set()
+    request = core.ask("a", 90)
+    until(lambda: request.num_output_tokens > 2)
+    core.main.run(lambda: core.pause_scheduler("wait", False))
+    core.pause.begin()
+    before = request.num_output_tokens
+    core.main.run(core.resume_scheduler)
+    time.sleep(0.05)
+    assert request.num_output_tokens == before < 90
+    core.pause.end()
+    assert core.scheduler.pause_state == PauseState.UNPAUSED
+    until(request.is_finished)
+    core.pause.begin()
+    core.main.run(lambda: core.pause_scheduler("keep", False))
+    core.pause.end()
+    assert core.scheduler.pause_state == PauseState.PAUSED_ALL
+
+
 def test_a_drain_waits_for_requests_that_were_preempted_before_it_and_while_it_lasts(core: Core) -> None:
     """Each of them fits alone; vLLM takes one that it preempted back only where nothing is paused."""
     requests = [core.ask(name, 90) for name in "abc"]

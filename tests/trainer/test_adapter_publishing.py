@@ -291,6 +291,14 @@ def test_what_changes_while_training_is_refused_by_name(case: str) -> None:
     assert caught.value.remedy
 
 
+def test_what_only_peft_reads_may_change_while_training() -> None:
+    model = peft.get_peft_model(tiny.llama(), lora())
+    image = AdapterImage(model, "BF16")
+    model.peft_config["default"].base_model_name_or_path = "its name on the Hub"
+    model.peft_config["default"].task_type = "FEATURE_EXTRACTION"
+    assert list(image)
+
+
 def test_an_adapter_added_by_transformers_has_pefts_names() -> None:
     model = tiny.llama()
     model.add_adapter(lora())

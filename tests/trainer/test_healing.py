@@ -63,9 +63,18 @@ def test_a_replica_that_went_on_starts_a_new_case() -> None:
 
 def test_weights_that_just_arrived_for_another_reason_are_not_sent_twice() -> None:
     healer = Healer(grace=10)
-    healer.anchored(0)
+    healer.anchored(5, 0)
     assert decide(healer, refusal(kind="ChainError"), 1) is None
     assert decide(healer, refusal(kind="ChainError"), 10.1) == "anchor"
+
+
+def test_an_anchor_of_an_older_version_keeps_nobody_waiting_whom_it_does_not_help() -> None:
+    healer = Healer(grace=10)
+    healer.anchored(4, 0)
+    assert healer.remedy(refusal(5), republishable=False, now=1) == "anchor"
+    assert healer.remedy(refusal(5, kind="ChainError"), republishable=False, now=1) is None
+    healer.anchored(5, 1)
+    assert healer.remedy(refusal(5), republishable=False, now=2) is None
 
 
 def test_replicas_are_judged_apart() -> None:
@@ -85,7 +94,7 @@ def decide_in_turn(healer: Healer, seen: list[Refusal], *, republishable: bool, 
     for one in seen:
         remedies.append(healer.remedy(one, republishable=republishable, now=now))
         if remedies[-1] == "anchor":
-            healer.anchored(now)
+            healer.anchored(one.version, now)
         if remedies[-1] is not None:
             healer.applied(one, remedies[-1], now=now)  # type: ignore[arg-type]
     return remedies

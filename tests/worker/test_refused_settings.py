@@ -59,6 +59,13 @@ def test_an_engine_that_would_outlive_a_failed_commit_is_refused(model: Path) ->
         check_config(config)
 
 
+def test_encoders_in_engines_of_their_own_are_refused(model: Path) -> None:
+    config = settings(model)
+    config.ec_transfer_config = object()
+    with pytest.raises(MappingError, match="encoders in engines of their own"):
+        check_config(config)
+
+
 @pytest.mark.parametrize("options", [{"quantization": f"fp8{how}"} for how in ("", "_per_tensor", "_per_channel")])
 def test_fp8_made_while_loading_is_served(model: Path, options: dict[str, Any]) -> None:
     check_config(settings(model, **options))

@@ -201,7 +201,7 @@ def test_a_job_works_where_priorities_may_not_be_set(monkeypatch: pytest.MonkeyP
 def test_a_scan_crossed_by_a_commit_starts_over() -> None:
     weights = weight_map()
     # A commit starts at the end of the first scan; the second meets one at its second region, of two; the third none.
-    reads = iter([0, 0, 0, 1, 2, 2, 3, 4, 4, 4, 4])
+    reads = iter([0, 0, 0, 0, 1, 2, 2, 2, 3, 4, 4, 4, 4, 4])
 
     job = run(lambda job: scan(job, weights, Host(), lambda: next(reads)))
     assert job.result == Scan(weights.digests(), None)
@@ -209,8 +209,9 @@ def test_a_scan_crossed_by_a_commit_starts_over() -> None:
 
 
 def test_a_scan_does_not_begin_within_a_swap() -> None:
+    """However long that takes: waiting for it is no try."""
     weights = weight_map()
-    reads = iter([1, 2, 2, 2, 2])
+    reads = iter([1] * 150 + [2] * 5)
     job = run(lambda job: scan(job, weights, Host(), lambda: next(reads)))
     assert job.result == Scan(weights.digests(), None)
 

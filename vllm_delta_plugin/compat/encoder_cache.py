@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_delta_plugin.compat.seam import require, require_fields
+from vllm_delta_plugin.main_thread import EngineBroken
 
 
 def install() -> None:
@@ -33,7 +34,10 @@ def releasing(scheduler: Any) -> Callable[[Any], None] | None:
 def reset(core: Any) -> None:
     """Forget all of it; on the engine's thread, once all that ran are preempted and so begin their prefill anew.
 
-    Not by EngineCore.reset_encoder_cache, which warns whenever requests wait.
+    Not by EngineCore.reset_encoder_cache, which warns whenever requests wait. EngineBroken if a worker can't.
     """
     core.scheduler.reset_encoder_cache()
-    core.model_executor.reset_encoder_cache()
+    try:
+        core.model_executor.reset_encoder_cache()
+    except Exception as error:
+        raise EngineBroken(f"delta sync: a worker could not forget encoded images: {error!r}") from error

@@ -24,13 +24,14 @@ class EnginePause:
         require(SchedulerInterface, "pause_state", "set_pause_state")
         require(PauseState, "UNPAUSED", "PAUSED_NEW", "PAUSED_ALL")
         self._core, self._main, self._stop = core, main, stop
-        self._found: Any = None  # the PauseState before ours, None while we have none
+        self._found: Any = None  # the PauseState that others want, None while we have no pause of our own
         self._promised: list[Any] = []  # callbacks of somebody else's pause
 
     def begin(self, drain: bool = False) -> None:
         """Return once no step runs or will run; does nothing more if somebody else has stopped all steps already.
 
-        drain: running requests end first, however long that takes, and new ones wait.
+        What others set meanwhile takes effect at ``end``. drain: running requests end first, however long that takes,
+        and new ones wait.
         """
         from vllm.v1.core.sched.interface import PauseState
 
@@ -60,39 +61,59 @@ class EnginePause:
             encoder_cache.reset(self._core)
 
     def _drain(self) -> None:
-        """Until no request is left that has tokens; vLLM neither counts preempted ones nor goes on with them meanwhile.
+        """Until no request has begun and not ended; vLLM neither counts preempted ones nor goes on with them meanwhile.
 
         So the engine steps on for those. New requests stay at the gate; one that vLLM had queued before may begin then
         and is waited for too. Where the pause is somebody else's, theirs decides when preempted ones go on.
         """
-        from vllm.v1.core.sched.interface import PauseState
-
         while True:
             self._wait(self._main.run(lambda: self._core.pause_scheduler("wait", False)))
-            if self._found != PauseState.UNPAUSED or not self._main.run(self._preempted):
+            if self._main.run(self._drained):
                 return
-            self._main.run(self._core.resume_scheduler)
             while self._main.run(self._preempted):
                 if self._stop.wait(_POLL):
                     raise Stopped
+
+    def _drained(self) -> bool:
+        """Whether all have ended; from then on the pause holds, else the engine steps on."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        if self._core.scheduler.pause_state == PauseState.UNPAUSED:  # somebody's /resume meanwhile
+            self._found = PauseState.UNPAUSED
+            return False
+        if self._found == PauseState.UNPAUSED and self._preempted():
+            self._core.resume_scheduler()
+            return False
+        self._hold()
+        return True
 
     def _preempted(self) -> bool:
         from vllm.v1.request import RequestStatus
 
         waiting = (RequestStatus.PREEMPTED, RequestStatus.WAITING_FOR_REMOTE_KVS)
         requests = self._core.scheduler.requests.values()
-        return any(request.num_output_tokens and request.status in waiting for request in requests)
+        # Without tokens only its images are of the old weights: a preempted request keeps them (cache_salt.py).
+        return any((r.num_output_tokens or r.mm_features) and r.status in waiting for r in requests)
 
     def _pause(self) -> Any:
         # Whoever waits for running requests to end would take the idle engine for that.
         callbacks = self._core._idle_state_callbacks
         self._promised += callbacks
         callbacks.clear()
-        return self._core.pause_scheduler("keep", False)
+        idle = self._core.pause_scheduler("keep", False)
+        self._hold()
+        return idle
+
+    def _hold(self) -> None:
+        def later(state: Any) -> None:
+            self._found = state
+
+        self._core.scheduler.set_pause_state = later  # of this object: in a pause of ours nobody may use weights
 
     def _restore(self) -> None:
         from vllm.v1.core.sched.interface import PauseState
 
+        vars(self._core.scheduler).pop("set_pause_state", None)
         if self._found == PauseState.UNPAUSED:
             self._core.resume_scheduler()
         else:

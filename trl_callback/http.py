@@ -12,6 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 import requests
 import urllib3
 
+from delta_sync.bearer import bearer
 from delta_sync.deadline import StillRunningError, within
 from delta_sync.errors import DeltaSyncError, FormatError, NotFoundError, StoreError
 from delta_sync.store.open import redact_uri
@@ -58,7 +59,7 @@ class ServerUrl:
 
 
 class Server:
-    """One rollout server spoken to over HTTP with JSON.
+    """One rollout server spoken to over HTTP with JSON; FormatError for a key that no header can hold.
 
     Raises ServerUnavailableError (try again), NotFoundError (no such route), DeltaSyncError (refused) and
     FormatError (not JSON), and CutError once it is ``cut``; no message ever holds the key.
@@ -72,7 +73,7 @@ class Server:
             self._session.mount(scheme, self._transport)
         if api_key is not None:
             # As auth, not as a header: requests replaces an Authorization header by what ~/.netrc has for the host.
-            self._session.auth = _Bearer(api_key)
+            self._session.auth = _Bearer(bearer(api_key))
         self._session.headers["Accept-Encoding"] = "identity"
         self._stuck: threading.Thread | None = None
 
@@ -163,11 +164,11 @@ def _read(answer: requests.Response, name: str) -> _Answer:
 
 
 class _Bearer(requests.auth.AuthBase):
-    def __init__(self, key: str) -> None:
-        self._key = key
+    def __init__(self, header: str) -> None:
+        self._header = header
 
     def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        request.headers["Authorization"] = f"Bearer {self._key}"
+        request.headers["Authorization"] = self._header
         return request
 
 

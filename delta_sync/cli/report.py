@@ -123,7 +123,7 @@ def _print_rich(table: Table) -> None:
 
 def rich_table(table: Table) -> RichTable:
     """The same for a terminal."""
-    rich = RichTable(title=table.title, title_justify="left")
+    rich = RichTable(title=Text(printable(table.title)), title_justify="left")
     for column in table.columns:
         rich.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", overflow="fold")
     for row in table.rows:
@@ -135,7 +135,7 @@ def _print_plain(table: Table) -> None:
     names = [column.lstrip(">") for column in table.columns]
     lines = [names, *([printable(value) for value in row] for row in table.rows)]
     widths = [max(len(line[k]) for line in lines) for k in range(len(names))]
-    typer.echo(table.title)
+    typer.echo(printable(table.title))
     for line in lines:
         cells = (
             text.rjust(width) if column.startswith(">") else text.ljust(width)

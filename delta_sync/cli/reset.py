@@ -37,7 +37,8 @@ def reset(
 def _report(ledger: Ledger, signing_key: str | None, *, dry_run: bool, yes: bool) -> Report:
     key = read_signing_key(signing_key)
     claim, head = newest_claim(ledger), _head(ledger)
-    pending = reset_pending(ledger, head.epoch if head else 0, claim.epoch + 1)
+    # Of a version that cannot be read nobody knows whether it came before an earlier reset: one more does no harm.
+    pending = head is not None and reset_pending(ledger, head.epoch, claim.epoch + 1)
     after = f"version {head.version}" if head else "a version that cannot be read"
     what = f"run {claim.run} after {after}: the next version is an origin with complete weights"
     done = not (dry_run or pending)

@@ -14,6 +14,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 import typer
 
+from delta_sync.bearer import bearer
 from delta_sync.deadline import StillRunningError, within
 from delta_sync.store.open import redact_uri
 
@@ -62,10 +63,13 @@ def ask(
     body: dict[str, Any] | None = None,
     **more: str,
 ) -> Answer:
-    """Send one request and wait ``timeout`` seconds, and a little more; never raises for what a server does."""
+    """Send one request and wait ``timeout`` seconds, and a little more; never raises for what a server does.
+
+    FormatError for a key that can't be sent.
+    """
     headers = {"x-delta-sync-timeout": f"{timeout:g}", "Content-Type": "application/json", **more}
     if key:
-        headers["Authorization"] = f"Bearer {key}"
+        headers["Authorization"] = bearer(key)
     data = None if method == "GET" else json.dumps(body or {}).encode()
     request = Request(f"{server}{path}", data, headers, method=method)
     try:
@@ -74,6 +78,8 @@ def ask(
         return Answer(server, None, error=f"no whole answer within {timeout + SLACK:g} s", unreachable=True)
     except (URLError, OSError, http.client.HTTPException) as error:
         return Answer(server, None, error=_reason(error), unreachable=True)
+    except ValueError:  # of a host that is no name, say; its text may hold any header
+        return Answer(server, None, error="a request that cannot be sent: is the URL right?")
     return _read(server, code, raw)
 
 

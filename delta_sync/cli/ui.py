@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import threading
 import webbrowser
 from typing import Annotated
 
@@ -50,7 +51,8 @@ def ui(
         if not _is_loopback(host):
             typer.echo("delta-sync: whoever reaches this address can look at the run, without a password", err=True)
         if browser:
-            webbrowser.open(server.url)
+            # Aside: a browser in the terminal keeps its caller waiting, and there is nothing to see before we serve.
+            threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
         server.serve_forever()
 
 

@@ -19,6 +19,7 @@ import httpx2
 from huggingface_hub import constants, get_token
 from huggingface_hub.utils import parse_ratelimit_headers
 
+from delta_sync.bearer import bearer
 from delta_sync.deadline import StillRunningError, within
 from delta_sync.errors import StoreError
 from delta_sync.store.attempts import Again, Deadline, retrying
@@ -91,7 +92,7 @@ class HubClient:
     def headers(self) -> dict[str, str]:
         """Who is asking; holds the token."""
         token = self._token()
-        return {"User-Agent": "delta-weight-sync"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        return {"User-Agent": "delta-weight-sync"} | ({"Authorization": bearer(token)} if token else {})
 
     def _token(self) -> str | None:
         return os.environ.get(self._token_from or "") or get_token()

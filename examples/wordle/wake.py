@@ -8,6 +8,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from delta_sync.bearer import bearer
+from delta_sync.errors import FormatError
+
 POLL = 2.0  # seconds
 TELL = 15.0  # seconds between two words about waiting
 REFUSED = "its refusal of the key"
@@ -23,7 +26,10 @@ def wait_until_awake(url: str, key: str | None, timeout: float, *, probe: str, n
     A refused key is not waited for, unless it is new: a server that still has the old one is about to restart.
     """
     started, told = time.monotonic(), 0.0
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        headers = {"Authorization": bearer(key)} if key else {}
+    except FormatError as error:
+        raise NotAwake(f"{url}: {error}") from None
     local = (urlsplit(url).hostname or "") in ("localhost", "127.0.0.1", "::1")
     with httpx.Client(timeout=10, headers=headers, trust_env=not local) as client:
         while trouble := _trouble(client, url.rstrip("/"), probe):
@@ -50,6 +56,8 @@ def _trouble(client: httpx.Client, url: str, probe: str) -> str | None:
         answer = client.get(f"{url}/health")
         if answer.status_code == 200 and client.get(f"{url}{probe}").status_code in (401, 403):
             return REFUSED
+    except httpx.UnsupportedProtocol:
+        raise NotAwake(f"{url}: expected http://HOST or https://HOST, got neither. Remedy: begin with one") from None
     except httpx.HTTPError as error:
         return f"{type(error).__name__} ({error})"
     if answer.status_code == 200 and "text/html" in answer.headers.get("Content-Type", ""):

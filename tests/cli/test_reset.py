@@ -111,3 +111,12 @@ def test_a_trainers_claim_reads_as_ever(run):
     assert b"reset" not in data and not Epoch.from_bytes(data).reset
     text = b'{"created_at":1.5,"epoch":2,"format_version":1,"reset":true,"run":"r","writer":"w"}'
     assert Epoch.from_bytes(text) == Epoch("r", 2, "w", 1.5, reset=True) and Epoch.from_bytes(text).to_bytes() == text
+
+
+def test_a_run_that_was_reset_long_ago_can_be_reset_again_when_its_newest_version_is_damaged(run, as_json, cli):
+    cli("reset", run.uri, "--yes")
+    run.publisher.writer = Writer.open(Ledger(open_store(run.uri)))
+    newest = run.publisher.origin(anchor=True)
+    run.damage(newest.key)
+    code, found = as_json("reset", run.uri, "--yes")
+    assert (code, found["reset"], found["newest"], found["epoch"]) == (0, True, None, 4)

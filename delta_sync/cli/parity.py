@@ -65,11 +65,19 @@ def parity(
     """
     scoring = _scoring()
     [url] = checked_servers([server])
-    asked = [*(prompt or ()), *(prompts.read_text().splitlines() if prompts else ())] or list(PROMPTS)
     if not _is_checkpoint(what):
         checked_uri(split_version(what)[0])
     how = _How(url, os.environ.get(API_KEY) or None, dtype, device, tokens, seed, timeout)
-    finish(as_json, lambda: _report(what, how, asked, public_key, scoring, fail_above))
+    finish(as_json, lambda: _report(what, how, _prompts(prompt or (), prompts), public_key, scoring, fail_above))
+
+
+def _prompts(given: Sequence[str], file: Path | None) -> list[str]:
+    """Those given, and the file's lines that hold any; the usual ones if there are none. FormatError."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines() if file else []
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{file}", expected="UTF-8 text", got=str(error), remedy="one prompt a line") from None
+    return [*given, *(line for line in lines if line.strip())] or list(PROMPTS)
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ def _report(
         sampled = _sample(how, prompts, version)
         trained = _dtype_of(folder)
         precision = NAMES.get(trained, "float32") if how.dtype == "auto" else how.dtype
-        scored = scoring.score(folder, [(s.prompt, s.tokens) for s in sampled], precision, how.device)
+        scored = _scored(scoring, folder, sampled, precision, how.device)
     found = mismatch(
         np.concatenate([s.logprobs for s in scored]),
         np.concatenate([s.logprobs for s in sampled]),
@@ -121,6 +129,16 @@ def _report(
     }
     failed = fail_above is not None and found.k3_mean > fail_above
     return Report(document, _parts(document, found), PROBLEM if failed else FINE, _doubts(document, failed, fail_above))
+
+
+def _scored(scoring: Any, folder: Path, sampled: Sequence[_Sampled], precision: str, device: str) -> Any:
+    try:
+        return scoring.score(folder, [(s.prompt, s.tokens) for s in sampled], precision, device)
+    except (RuntimeError, AssertionError, ValueError, ImportError) as error:  # torch's and transformers' own
+        remedy = "look at --device and --dtype, and at whether transformers knows the model"
+        raise FormatError(
+            f"model on {device}", expected="one that transformers can compute with", got=error, remedy=remedy
+        ) from error
 
 
 def _parts(document: dict[str, Any], found: Mismatch) -> list[Table | str]:
@@ -170,7 +188,11 @@ def _checkpoint(what: str, status: dict[str, Any], keys: list[str] | None) -> It
     ledger = open_ledger(uri, keys)
     with tempfile.TemporaryDirectory(prefix="delta-sync-parity-") as scratch:
         folder = Path(scratch) / "checkpoint"
-        names = write_version(ledger, version_of(ledger, version), folder)[1]
+        manifest = version_of(ledger, version)
+        if manifest.kind == "adapter":  # the server answers with it, transformers would without
+            remedy = "compare with a folder that has it merged: delta-sync materialize, then PEFT's merge_and_unload"
+            raise FormatError(f"version {version}", expected="weights", got="a LoRA adapter", remedy=remedy)
+        names = write_version(ledger, manifest, folder)[1]
         if "config.json" not in names:
             remedy = "name a checkpoint's folder instead"
             raise FormatError(f"anchor of {uri}", expected="a config.json", got="none", remedy=remedy)

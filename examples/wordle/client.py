@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import urlsplit, urlunsplit
 
-from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
 MESSAGE_LIMIT = 16 * 2**20  # bytes; a transcript is a few kB
@@ -143,7 +143,7 @@ class WordleClient:
                     **direct,
                 )
                 self._socket = self._open.enter_context(connecting)
-            except (OSError, InvalidStatus, TimeoutError) as error:
+            except (OSError, WebSocketException, TimeoutError) as error:
                 refused = isinstance(error, InvalidStatus) and error.response.status_code in (401, 403, 404)
                 raise WordleServerError(
                     self.url,

@@ -66,7 +66,7 @@ class StreamRecorder:
                 self.streams.append(Stream())
                 try:
                     self._follow(client, self.streams[-1])
-                except httpx.HTTPError as error:
+                except Exception as error:  # noqa: BLE001  # what is no event, say: whatever ended it interrupted it
                     self._interrupted(f"{type(error).__name__}: {error}")
                     self._stop.wait(1.0)
 

@@ -36,6 +36,27 @@ def test_a_full_server_is_waited_for(serve):
     second.close()
 
 
+def test_a_server_that_accepts_and_closes_cannot_be_reached():
+    """As the proxy before an environment does that restarts."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        asked = []
+
+        def close_all():
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return
+                asked.append(1)
+                connection.close()
+
+        threading.Thread(target=close_all, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(WordleServerError, match="no connection"):
+            WordleClient(url, wake_timeout=0.6).reset()
+        assert len(asked) > 1, "it is waited for"
+
+
 def test_a_server_that_stays_full_is_an_error_after_the_deadline(serve):
     url = serve(create_app(max_sessions=1))
     with WordleClient(url) as first:

@@ -29,6 +29,9 @@ def completions(behave):
                 await asyncio.sleep(0.01)
                 if isinstance(item, Exception):
                     raise item
+                if isinstance(item, bytes):
+                    yield item
+                    continue
                 if isinstance(item, dict):
                     yield f"data: {json.dumps(item)}\n\n"
                     continue
@@ -65,6 +68,12 @@ def test_tokens_are_timed_and_finished_streams_restart(serve):
     assert recorder.tokens == sum(len(stream.times) for stream in recorder.streams)
     assert app.state.bodies[0] == {"model": "m", "prompt": "Once", "max_tokens": 50, "ignore_eos": True, "stream": True}
     assert app.state.keys[0] == "Bearer k"
+
+
+def test_what_is_no_event_is_an_interruption_and_the_next_stream_begins(serve):
+    app = completions(lambda n: ["x", b"data: {not json\n\n"] if n == 0 else ["x", ("y", "length")])
+    recorder = record(serve(app), lambda recorder: len(recorder.streams) >= 3)
+    assert len(recorder.interruptions) == 1 and "JSONDecodeError" in recorder.interruptions[0]
 
 
 def test_our_own_stop_is_no_interruption(serve):

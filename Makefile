@@ -75,4 +75,4 @@ bench: setup
 	$(PY) benchmarks/wire_layouts.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .cache build runs
+	rm -rf $(VENV) .cache build

@@ -32,8 +32,7 @@ def main() -> None:
     stamp, wanted = target / "delta-sync.stamp", fingerprint(args)
     if stamp.exists() and stamp.read_text() == wanted:
         return
-    stamp.unlink(missing_ok=True)
-    python = create(target)
+    python = create(target, stamp)
     backend = args.backend if args.backend != "auto" else detect_backend()
     print(f"setting up {target.name} ({backend}): several GB, 3 minutes or more", flush=True)
     pip(python, "install", "--upgrade", "pip>=24")
@@ -58,10 +57,19 @@ def fingerprint(args: argparse.Namespace) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
-def create(target: Path) -> Path:
+def create(target: Path, stamp: Path) -> Path:
+    """A fresh environment there, in place of one of ours only: whatever else is in the folder is somebody's."""
+    made = target / "delta-sync.made"
+    if target.exists() and any(target.iterdir()) and not (made.exists() or stamp.exists()):
+        sys.exit(
+            f"{target}: expected an environment that this script made, an empty folder or none, got another one's "
+            "files. Remedy: make VENV=FOLDER …, or remove it"
+        )
+    stamp.unlink(missing_ok=True)
     if sys.version_info < (3, 11):  # noqa: UP036  # run by whatever Python the machine has
         sys.exit(f"Python: expected 3.11 or newer, got {sys.version.split()[0]}. Remedy: make PYTHON=python3.12 …")
     venv.EnvBuilder(with_pip=True, clear=target.exists()).create(target)
+    made.touch()
     return target / "bin" / "python"
 
 

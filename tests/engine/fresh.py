@@ -41,7 +41,7 @@ def ask(
 
 
 def run(
-    folder: Path, script: str, content: Mapping[str, Any], multiprocessing: bool = False, timeout: float = 300
+    folder: Path, script: str, content: Mapping[str, Any], multiprocessing: bool = False, timeout: float = 540
 ) -> Any:
     """What a script beside this one answers within ``timeout`` seconds; an AssertionError with the log if it fails."""
     folder.mkdir(parents=True, exist_ok=True)

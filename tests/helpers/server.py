@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from random import SystemRandom
 from types import ModuleType
 from typing import Any
 
@@ -35,10 +36,13 @@ SMALL = ("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048", "-
 
 
 def free_port() -> int:
-    """A port nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port nobody listens on right now, of those that no kernel gives to outgoing connections meanwhile."""
+    random = SystemRandom()
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class ServerDied(RuntimeError):

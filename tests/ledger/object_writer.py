@@ -89,6 +89,7 @@ def _promise(log: str | None, manifest) -> None:
 
 def replicate(uri: str, log: str, versions: int, seconds: float) -> None:
     """Follow a run to version ``versions``, proving each one; ``log`` gets what was followed and what went wrong."""
+    os.nice(5)  # there are many, and whoever else is on the same cores has deadlines
     ledger, deadline = Ledger(ObjectStore(uri, timeout=20)), time.monotonic() + seconds
     position, bits, followed, errors, slowest = None, None, [], Counter(), 0.0
     while position is None or position.version < versions:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.server import free_port
 
 HERE = Path(__file__).parent
 FSDP2 = {
@@ -50,9 +50,7 @@ def run_ranks(
 
     if 0 < torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} cards")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     common = {
         **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **(environment or {}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import grpo
 import pytest
 import tiny
 import torch
+from helpers.server import free_port
 from several_ranks import run_ranks
 
 from trl_callback import DeltaSyncCallback, adapter_team, team_session
@@ -26,9 +26,7 @@ CHILD = Path(__file__).parent / "ranks_child.py"
 
 
 def run_two(folder: Path, uri: str, fails_at: str) -> list[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     common = {
         **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
         "ACCELERATE_USE_CPU": "true",

@@ -191,7 +191,8 @@ def main() -> None:
         stop.set()
 
     def say(what: Any) -> None:
-        print(f"{ANSWER}{json.dumps(what)}", flush=True)
+        sys.stdout.write(f"\n{ANSWER}{json.dumps(what)}\n")  # at once: other threads log to the same stream
+        sys.stdout.flush()
 
     threading.Thread(target=questions, daemon=True).start()
     say("ready")

@@ -84,26 +84,19 @@ class Auditor:
 
 
 def _damage(replies: Sequence[Reply]) -> IntegrityError | None:
-    for rank, reply in enumerate(replies):
-        if (module := reply.get("damaged")) is not None:
-            return IntegrityError(
-                f"what rank {rank} serves of module {module!r}",
-                expected="the bits that vLLM makes of the proven weights",
-                got="others",
-                remedy="something else wrote to the weights: making them anew",
-            )
-    return None
+    expected, remedy = "the bits that vLLM makes of the proven weights", "making them anew"
+    return _first(replies, "damaged", "what rank {} serves of module {!r}", expected, remedy)
 
 
 def _unequal_copies(replies: Sequence[Reply]) -> IntegrityError | None:
+    return _first(replies, "unequal", "rank {}'s copies of live region {!r}", "the same bits in each", "re-anchoring")
+
+
+def _first(replies: Sequence[Reply], field: str, what: str, expected: str, remedy: str) -> IntegrityError | None:
     for rank, reply in enumerate(replies):
-        if (region := reply.get("unequal")) is not None:
-            return IntegrityError(
-                f"copies of live region {region!r} on rank {rank}",
-                expected="the same bits in each",
-                got="others",
-                remedy="something else wrote to the weights: re-anchoring",
-            )
+        if (where := reply.get(field)) is not None:
+            remedy = f"something else wrote to the weights: {remedy}"
+            return IntegrityError(what.format(rank, where), expected=expected, got="others", remedy=remedy)
     return None
 
 

@@ -471,7 +471,7 @@ def test_of_copies_on_one_rank_that_differ_an_anchor_says_which_is_right(trainer
     rank.unequal = KEYS[1]["norm"]
     trainer.step(1)
     status = replica.wait("poison", lambda s: s["state"] == "poisoned")
-    assert "copies of live region 'norm" in status["last_error"]["error"]
+    assert "rank 1's copies of live region 'norm" in status["last_error"]["error"]
     rank.unequal = None
     anchor(trainer, trainer.writer.head)
     assert replica.wait_version(2)["anchors_taken"] == 1

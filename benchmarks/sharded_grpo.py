@@ -29,6 +29,7 @@ if "RANK" in os.environ:
 import accelerate_on_cpu  # noqa: E402, F401
 import grpo  # noqa: E402
 import torch  # noqa: E402
+from end_of_rank import leave_groups  # noqa: E402
 from several_ranks import FSDP2, ZERO, zero  # noqa: E402
 from sharded_memory import Gathering, Memory, fingerprint, settle, warm_up  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback  # noqa: E402
@@ -104,7 +105,8 @@ def train(options: argparse.Namespace) -> None:
     sync.close()
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters())
     print(json.dumps({**both.memory.report(), "gathered": both.gathered, "rank": torch.distributed.get_rank(),
-                      "parameters": parameters}))  # fmt: skip
+                      "parameters": parameters}), flush=True)  # fmt: skip
+    leave_groups()
 
 
 def launch(options: argparse.Namespace) -> None:

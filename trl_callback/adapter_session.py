@@ -9,10 +9,10 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from delta_sync.at_exit import at_exit
 from delta_sync.errors import MappingError
 from trl_callback.adapter_chain import AdapterChain
 from trl_callback.adapter_image import AdapterImage
-from trl_callback.at_exit import at_exit
 from trl_callback.chain import Chain
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.fleet_status import Statuses

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from delta_sync import tracing
+from delta_sync.at_exit import at_exit, not_at_exit
 from delta_sync.errors import DeltaSyncError, ResetError, StoreError, SyncTimeoutError
-from trl_callback.at_exit import at_exit, not_at_exit
 from trl_callback.chain import Attempt, Chain, Published
 from trl_callback.changes import ChangeSet, rebase
 from trl_callback.config import DeltaSyncConfig

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from delta_sync import tracing
+from delta_sync.at_exit import at_exit, not_at_exit
 from delta_sync.deadline import StillRunningError, within
 from delta_sync.delta_file import DEFAULT_CODEC
 from delta_sync.errors import DeltaSyncError, MappingError, StoreError
@@ -20,7 +21,6 @@ from delta_sync.signing import PublicKeys
 from delta_sync.store.open import open_ack_store, open_store
 from trl_callback.adapter_image import adapter_sizes
 from trl_callback.anchors import sidecar_files
-from trl_callback.at_exit import at_exit, not_at_exit
 from trl_callback.chain import Chain, Published
 from trl_callback.config import CODECS, DeltaSyncConfig
 from trl_callback.fleet_status import Statuses

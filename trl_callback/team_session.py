@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 
+from delta_sync.at_exit import at_exit, not_at_exit
 from delta_sync.delta_file import DEFAULT_CODEC
 from delta_sync.errors import MappingError
 from delta_sync.store.open import open_store
 from delta_sync.tensor_delta import TensorDelta
-from trl_callback.at_exit import at_exit, not_at_exit
 from trl_callback.config import CODECS, DeltaSyncConfig
 from trl_callback.crew import Crew
 from trl_callback.fleet_status import Statuses

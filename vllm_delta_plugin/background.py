@@ -9,9 +9,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+from delta_sync.at_exit import at_exit, not_at_exit
+
 T = TypeVar("T")
 _STRETCH, _REST = 2.5e-4, 1e-3  # seconds
 STAGING, AUDITING = 5, 10  # niceness; higher starves behind a busy forward pass, worst while holding the GIL
+_LAST = 5.0  # seconds that a process which exits waits for the work to end
 
 
 class Cancelled(Exception):
@@ -28,6 +31,7 @@ class Job(Generic[T]):
         self._cancelled = threading.Event()
         self._work, self._niceness = work, niceness
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        at_exit(self._leave)
         self._thread.start()
 
     @property
@@ -55,6 +59,13 @@ class Job(Generic[T]):
             self.result = self._work(self)
         except Exception as error:  # noqa: BLE001 - kept, and reported by the poll
             self.error = error
+        finally:
+            not_at_exit(self._leave)
+
+    def _leave(self) -> None:
+        """Python ends threads that are left where they are; inside one of torch's calls that aborts the process."""
+        self.cancel()
+        self._thread.join(_LAST)
 
 
 class Pace:

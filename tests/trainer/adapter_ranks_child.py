@@ -10,6 +10,7 @@ import grpo
 import peft
 import tiny
 import torch
+from end_of_rank import leave_groups
 
 from delta_sync.errors import StoreError
 from trl_callback import DeltaSyncCallback
@@ -37,6 +38,7 @@ def main() -> None:
         state = peft.get_peft_model_state_dict(model)
         torch.save({name: tensor.to(torch.bfloat16) for name, tensor in state.items()}, f"{said['folder']}/final.pt")
     sync.close()
+    leave_groups()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpo
 import tiny
+from end_of_rank import leave_groups
 
 from delta_sync.errors import StoreError
 from trl_callback import DeltaSyncCallback
@@ -30,6 +31,7 @@ def main() -> None:
 
         torch.save(tiny.cast_state(trainer.model), f"{folder}/final.pt")
     sync.close()
+    leave_groups()
 
 
 if __name__ == "__main__":

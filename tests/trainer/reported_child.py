@@ -10,6 +10,7 @@ from typing import Any
 
 import grpo
 import tiny
+from end_of_rank import leave_groups
 from transformers import TrainerCallback
 
 from delta_sync.ledger import Ledger
@@ -51,6 +52,7 @@ def main() -> None:
     sync.close()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     print(json.dumps(logged), flush=True)
+    leave_groups()
 
 
 if __name__ == "__main__":

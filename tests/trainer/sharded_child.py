@@ -13,6 +13,7 @@ import grpo
 import no_vllm  # noqa: F401
 import tiny
 import torch
+from end_of_rank import leave_groups
 from gathered import KeepEveryStep
 from transformers import TrainerCallback
 
@@ -66,6 +67,7 @@ def main() -> None:
     else:
         print(f"rank {rank} trained {trainer.state.global_step}", flush=True)
     sync.close()
+    leave_groups()
 
 
 if __name__ == "__main__":

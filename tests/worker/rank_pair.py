@@ -98,6 +98,7 @@ def main(rank: int, port: int, jobs: list[list[Any]]) -> None:
         dist.all_gather_object(both, mine)
         if rank == 0:
             print(json.dumps({"family": job[0], "ranks": both}), flush=True)
+    dist.destroy_process_group()  # gloo's threads may have torch abort a process that ends without: end_of_rank.py
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -267,6 +269,30 @@ def test_a_cancelled_job_ends() -> None:
     while job.running and time.monotonic() < deadline:
         time.sleep(0.001)
     assert isinstance(job.error, Cancelled) and job.object == "deltas/x"
+
+
+EXITS = """
+import threading, torch
+from vllm_delta_plugin.background import Job
+
+one, begun = torch.zeros(1 << 20), threading.Event()
+other = one.clone()
+
+def compare(job):
+    while True:
+        job.check()
+        begun.set()
+        torch.equal(one, other)
+
+job = Job("test", 0, compare)
+assert begun.wait(20)
+"""
+
+
+def test_a_process_that_exits_lets_its_job_end_first() -> None:
+    """Python ends threads that are left at their next wait for the interpreter; inside torch that is an abort."""
+    done = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_errors_are_described_for_the_engine() -> None:

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,7 +82,7 @@ def _of_version(ledger: Ledger, version: int | None, top: int) -> Report:
 
 
 def _report(what: str, objects: Sequence[Object], top: int) -> Report:
-    deltas = [delta for *_, found in objects for delta in found]
+    deltas = _whole(objects)
     changed, total = sum(delta.changed for delta in deltas), sum(len(data) for _, data, *_ in objects)
     gaps, ups, downs = Counter[int](), Counter[int](), Counter[int]()
     for delta in deltas:
@@ -113,6 +114,23 @@ def _object(key: str, data: bytes, header: DeltaHeader, deltas: Sequence[TensorD
     return {"key": key, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), **vars(header)}
 
 
+def _whole(objects: Sequence[Object]) -> list[TensorDelta]:
+    """All changes, one delta a tensor and encoding: a trainer's ranks each write what they hold of a tensor."""
+    parts: dict[tuple[str, str], list[TensorDelta]] = {}
+    for delta in (delta for *_, found in objects for delta in found):
+        parts.setdefault((delta.name, delta.encoding), []).append(delta)
+    return [_joined(of_one) for of_one in parts.values()]
+
+
+def _joined(parts: Sequence[TensorDelta]) -> TensorDelta:
+    if len(parts) == 1:
+        return parts[0]
+    positions = np.concatenate([part.positions for part in parts])
+    order = np.argsort(positions, kind="stable")
+    values = np.concatenate([part.values for part in parts])
+    return replace(parts[0], positions=positions[order], values=values[order])
+
+
 def _tensor(delta: TensorDelta) -> dict[str, object]:
     return {
         "name": delta.name,
@@ -127,12 +145,14 @@ def _tensor(delta: TensorDelta) -> dict[str, object]:
 def _layers(deltas: Sequence[TensorDelta]) -> list[dict[str, Any]]:
     """Tensors by layer, the one with the most changed elements first."""
     found: dict[str, dict[str, Any]] = {}
+    counted: set[str] = set()  # a tensor may have steps and raw bits
     for delta in deltas:
         name = layer_of(delta.name)
         row = found.setdefault(name, {"layer": name, "changed_elements": 0, "elements": 0})
         row["changed_elements"] += delta.changed
-        if delta.encoding == "ulp":  # raw entries are for the same tensor again
+        if delta.name not in counted:
             row["elements"] += math.prod(delta.shape)
+            counted.add(delta.name)
     return sorted(found.values(), key=lambda row: -int(row["changed_elements"]))
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from delta_sync.keys import SigningKey
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import AnchorRecord, Manifest, PromptCache, TensorState
 from delta_sync.store.open import open_store
+from delta_sync.tensor_delta import TensorDelta
 from delta_sync.writer import Writer, adapter_ref
 
 Bits = np.ndarray[Any, np.dtype[Any]]
@@ -50,6 +53,7 @@ class Publisher:
         self.metrics: dict[str, float] = {}  # likewise
         self.steps = (0, 0)  # likewise
         self.tiles: int | None = None  # parts along rows and columns of context-coded deltas; None: gap-coded
+        self.ranks = 1  # among which the rows of every tensor are dealt out, as FSDP does: each writes an object
         self.objects: dict[int, list[bytes]] = {}
 
     @classmethod
@@ -95,7 +99,7 @@ class Publisher:
         header = DeltaHeader(self.writer.run, version, version - 1, CODEC, {})
         if corrupt == "content":
             deltas[0].values[0] ^= 1 << 2
-        objects = [encode_delta(header, deltas)] if deltas else []
+        objects = [encode_delta(header, part) for rank in range(self.ranks) if (part := self._part(rank, deltas))]
         if self.tiles is not None:
             grid = (self.tiles, self.tiles)
             header, data = encode_deltas_against(header, deltas, lambda name, *_: before[name].reshape(-1), grid)
@@ -104,6 +108,16 @@ class Publisher:
         if corrupt == "object":
             return self._commit_damaged(states, touched, objects, sum(d.changed for d in deltas))
         return self._commit("delta", states, touched, objects, sum(d.changed for d in deltas), header.codec)
+
+    def _part(self, rank: int, deltas: list[TensorDelta]) -> list[TensorDelta]:
+        """What one of several ranks holds of these changes: described as of the whole tensors."""
+        found = []
+        for delta in deltas:
+            rows = -(-delta.shape[0] // self.ranks) if delta.shape else 1
+            held = delta.positions // (rows * math.prod(delta.shape[1:])) == rank
+            if held.any():
+                found.append(replace(delta, positions=delta.positions[held], values=delta.values[held]))
+        return found
 
     def adapter(self, seed: int, module: str = "w") -> Manifest:
         """Publish a LoRA adapter of rank 1 for one matrix; the weights stay as they are."""

@@ -189,40 +189,72 @@ def iter_anchor_tensors(
     left = set(record.tensors) if wanted is None else set(wanted)
     if unknown := left - record.tensors.keys():
         raise IntegrityError("anchor", expected=f"tensors {sorted(unknown)[:3]}", got="a record without them")
-    for ref in _shards(ledger, record, left):
+    shards = AnchorShards(ledger, record)
+    shards.read_index()
+    for ref in shards.holding(left):
         reading(ref.key)
-        yield from _wanted_of(ledger, record, ref, left)
+        yield from _wanted_of(shards, ref, left)
     reading(whole)
     if left:
         raise IntegrityError(f"anchor {record.version}", expected=f"tensors {sorted(left)[:3]}", got="shards without")
 
 
-def _wanted_of(ledger: Ledger, record: AnchorRecord, ref: ObjectRef, left: set[str]) -> Iterator[Tensor]:
+def _wanted_of(shards: AnchorShards, ref: ObjectRef, left: set[str]) -> Iterator[Tensor]:
     """One shard's tensors that are still wanted; a function of its own, so that its shard is freed when it ends."""
-    for name, kind, shape, bits in parse_shard(ledger.read_object(ref), ref.key, ledger.limits):
-        state = record.tensors.get(name)
-        if state is None or (state.dtype, state.shape) != (kind.name, shape):
-            expected = "no such tensor" if state is None else f"{state.dtype} {list(state.shape)}"
-            raise IntegrityError(
-                f"tensor {clip(name)!r} in {ref.key}", expected=expected, got=f"{kind.name} {list(shape)}"
-            )
+    for name, kind, shape, bits in shards.tensors(ref):
         if name in left:
             left.remove(name)
             yield name, kind, shape, bits
 
 
-def _shards(ledger: Ledger, record: AnchorRecord, wanted: set[str]) -> list[ObjectRef]:
-    """The shards that hold wanted tensors, as the index says; all of them without an index."""
-    shards = [ref for ref in record.objects if ref.key.endswith(".safetensors")]
-    index = next((ref for ref in record.objects if ref.key.rpartition("/")[2] == INDEX), None)
-    if index is None:
-        return shards
-    document = parse_json(ledger.read_object(index), index.key)
-    weight_map = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise FormatError(index.key, expected="a weight_map of file names", got="none")
-    files = {weight_map.get(name) for name in wanted}
-    return [ref for ref in shards if ref.key.rpartition("/")[2] in files]
+class AnchorShards:
+    """What every reader demands of an anchor's files: each tensor in one file alone, the one that the index names.
+
+    ``index`` is that file's place, None where there is none. Nothing is read before it is asked for.
+    """
+
+    def __init__(self, ledger: Ledger, record: AnchorRecord) -> None:
+        self._ledger, self._record = ledger, record
+        self.refs = [ref for ref in record.objects if ref.key.endswith(".safetensors")]
+        self.index = next((ref for ref in record.objects if _file(ref) == INDEX), None)
+        self._places: dict[str, str] | None = None  # tensor -> file
+        self._seen: set[str] = set()
+
+    def read_index(self) -> None:
+        """Heed the index from now on, if there is one; what reading raises, FormatError for anything but an index."""
+        if self.index is None:
+            return
+        document = parse_json(self._ledger.read_object(self.index), self.index.key)
+        places = document.get("weight_map") if isinstance(document, dict) else None
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise FormatError(self.index.key, expected="a weight_map of file names", got="none")
+        self._places = places
+
+    def holding(self, wanted: Collection[str]) -> list[ObjectRef]:
+        """The shards that hold wanted tensors, as the index says; all of them without an index."""
+        if self._places is None:
+            return self.refs
+        files = {self._places.get(name) for name in wanted}
+        return [ref for ref in self.refs if _file(ref) in files]
+
+    def tensors(self, ref: ObjectRef) -> Iterator[Tensor]:
+        """One shard's tensors, each checked; what reading raises, IntegrityError for one that should not be there."""
+        for name, kind, shape, bits in parse_shard(self._ledger.read_object(ref), ref.key, self._ledger.limits):
+            what, state = f"tensor {clip(name)!r} in {ref.key}", self._record.tensors.get(name)
+            if state is None or (state.dtype, state.shape) != (kind.name, shape):
+                expected = "no such tensor" if state is None else f"{state.dtype} {list(state.shape)}"
+                raise IntegrityError(what, expected=expected, got=f"{kind.name} {list(shape)}")
+            if self._places is not None and (place := self._places.get(name)) != _file(ref):
+                expected = "not in the index" if place is None else f"in {clip(place)}, as the index says"
+                raise IntegrityError(what, expected=expected, got=f"in {_file(ref)}", remedy="attach a new anchor")
+            if name in self._seen:
+                raise IntegrityError(what, expected="in one file", got="in two", remedy="attach a new anchor")
+            self._seen.add(name)
+            yield name, kind, shape, bits
+
+
+def _file(ref: ObjectRef) -> str:
+    return ref.key.rpartition("/")[2]
 
 
 def parse_shard(data: bytes | mmap.mmap, what: str, limits: Limits) -> Iterator[Tensor]:

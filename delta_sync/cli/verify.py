@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from delta_sync.adapter import read_adapter
-from delta_sync.anchor_files import Tensor, parse_shard
+from delta_sync.anchor_files import AnchorShards, Tensor
 from delta_sync.checkpoint import Checkpoint
 from delta_sync.cli.report import FINE, PROBLEM, UNREACHABLE, AsJson, Report, Table, exit_code_of, finish, many, size
 from delta_sync.cli.run import DAMAGE, Chain, PublicKey, checked_run, open_ledger, read_chain
@@ -221,12 +221,16 @@ class Verification:
 
     def _anchor_tensors(self, manifest: Manifest, record: AnchorRecord) -> Iterator[Tensor]:
         """The tensors of every file that is as recorded, one file in memory at a time; the other files are noted."""
-        for ref in record.objects:
+        shards = AnchorShards(self.ledger, record)
+        for ref in sorted(record.objects, key=lambda ref: ref in shards.refs):  # the index before what it is about
             self.objects += 1
             try:
-                data = self.ledger.read_object(ref)
-                if ref.key.endswith(".safetensors"):
-                    yield from parse_shard(data, ref.key, self.ledger.limits)
+                if ref in shards.refs:
+                    yield from shards.tensors(ref)
+                elif ref == shards.index:
+                    shards.read_index()
+                else:
+                    self.ledger.read_object(ref)
             except _FAILED as error:
                 self._note(manifest.version, ref.key, error, NEW_ANCHOR)
             else:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
 from helpers.publish import Publisher
 
+from delta_sync.anchor_files import INDEX, iter_anchor_tensors, write_anchor_files, write_shard
+from delta_sync.cli.run import open_ledger
 from delta_sync.cli.timed_store import TimedStore
-from delta_sync.errors import StoreError
+from delta_sync.errors import IntegrityError, StoreError
 
 
 def test_a_whole_run_is_proven(run, as_json):
@@ -79,6 +82,59 @@ def test_a_damaged_anchor_keeps_no_later_version_from_being_proven(run, as_json)
     code, found = as_json("verify", run.uri)
     assert (code, found["proven"]) == (1, [1, 2, 3, 4, 5, 6])
     assert [d["object"] for d in found["damage"]] == ["anchors/000000000004-000001/model.safetensors"]
+
+
+def misplaced(folder, run, how):
+    """The newest weights in two files and their index, of which one says something else of ``embed.weight``."""
+    names, publisher = sorted(run.publisher.weights), run.publisher
+    tensors = [(n, publisher.dtype(n), publisher.weights[n].shape, publisher.weights[n].reshape(-1)) for n in names]
+    files = write_anchor_files(folder, tensors, shard_bytes=(96 + 64) * 64 * 2)
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    index = json.loads(files[INDEX].read_text())
+    places = index["weight_map"]
+    assert places == {"embed.weight": first, "layer.weight": first, "norm.weight": second}
+    if how == "in two files":  # and those of the first, which readers come upon first, are others
+        write_shard(files[first], [(*tensors[0][:3], tensors[0][3] ^ 1), tensors[1]])
+        write_shard(files[second], [tensors[0], tensors[2]])
+        places["embed.weight"] = second
+    elif how == "in two files without an index":
+        write_shard(files[second], [tensors[0], tensors[2]])
+        del files[INDEX]
+        return files
+    elif how == "the index names another file":
+        places["embed.weight"] = second
+    else:
+        del places["embed.weight"]
+    files[INDEX].write_text(json.dumps(index))
+    return files
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["in two files", "in two files without an index", "the index names another file", "the index does not name it"],
+)
+def test_an_anchor_whose_tensors_are_not_where_its_index_says_is_found(run, as_json, tmp_path, how):
+    """A rank that wants this tensor alone finds it in another file than the rest, or in none."""
+    record = run.publisher.anchor(run.manifests[6], misplaced(tmp_path / "files", run, how))
+    code, found = as_json("verify", run.uri)
+    assert (code, found["proven"]) == (1, [1, 2, 3, 4, 5, 6])
+    assert all(d["object"].startswith("anchors/000000000006-000001/model-0000") for d in found["damage"])
+    assert len(found["damage"]) == 1 and "embed.weight" in found["damage"][0]["problem"]
+    with pytest.raises(IntegrityError, match=r"embed\.weight"):
+        list(iter_anchor_tensors(open_ledger(run.uri), record))
+
+
+def test_the_files_of_a_whole_anchor_with_an_index_are_counted_once(run, as_json, tmp_path):
+    before = as_json("verify", run.uri)[1]["objects"]
+    publisher = run.publisher
+    tensors = ((n, publisher.dtype(n), bits.shape, bits.reshape(-1)) for n, bits in publisher.weights.items())
+    files = write_anchor_files(tmp_path / "files", tensors, shard_bytes=1)
+    publisher.anchor(run.manifests[6], {**files, "config.json": b"{}"})
+    code, found = as_json("verify", run.uri)
+    assert (code, found["damage"], found["objects"] - before) == (0, [], 5)
+    run.damage("anchors/000000000006-000001/model.safetensors.index.json")
+    code, found = as_json("verify", run.uri)
+    assert [d["object"] for d in found["damage"]] == ["anchors/000000000006-000001/model.safetensors.index.json"]
 
 
 def test_old_versions_that_are_gone_are_no_damage_while_an_anchor_is_left(run, as_json):

@@ -21,12 +21,13 @@ from delta_sync.delta_header import DeltaHeader, Entry, TableGroup, from_metadat
 from delta_sync.dtypes import DType
 from delta_sync.errors import FormatError, MappingError
 from delta_sync.frames import compress
-from delta_sync.gap_codec import DEFAULT_CODEC, codec_without_base
+from delta_sync.gap_codec import DEFAULT_CODEC, PLANE_CODEC, codec_without_base
 from delta_sync.gaps import encode_gaps
 from delta_sync.limits import DEFAULT_LIMITS, Limits
 from delta_sync.tensor_delta import TensorDelta
 from delta_sync.threads import thread_count
 
+CODECS = (DEFAULT_CODEC, PLANE_CODEC, CONTEXT_CODEC)  # each asks more of a reader than the ones before
 _GROUP_ELEMENTS = 2**29  # elements at which a writer starts another group: bounds what is coded at once
 _NEAR = 1024  # bytes of difference from which the headers, which differ too, decide nothing
 

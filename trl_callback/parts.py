@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
-from delta_sync.context_codec import CONTEXT_CODEC
-from delta_sync.gap_codec import DEFAULT_CODEC, PLANE_CODEC
+from delta_sync.context_file import CODECS
+from delta_sync.gap_codec import DEFAULT_CODEC
 from delta_sync.manifest import ObjectRef
 from delta_sync.tensor_delta import TensorDelta
 
-_CODECS = (DEFAULT_CODEC, PLANE_CODEC, CONTEXT_CODEC)  # each asks more of a reader than the ones before
 PARALLEL = 4  # parts in work at once, encoding or uploading: bounds memory and connections
 
 Encode = Callable[[Sequence[TensorDelta]], tuple[bytes, str]]
@@ -121,4 +120,4 @@ def _weight(delta: TensorDelta) -> int:
 
 def codec_of_all(codecs: Iterable[str]) -> str:
     """What a manifest says of objects in several codecs: the one that asks most of a reader."""
-    return max(codecs, key=_CODECS.index, default=DEFAULT_CODEC)
+    return max(codecs, key=CODECS.index, default=DEFAULT_CODEC)

@@ -11,7 +11,7 @@ from delta_sync.anchor_files import Tensor, iter_anchor_tensors
 from delta_sync.bitmap import Bits
 from delta_sync.checkpoint import Checkpoint
 from delta_sync.cli.report import warn
-from delta_sync.context_file import decode_against
+from delta_sync.context_file import CODECS, decode_against
 from delta_sync.delta import apply
 from delta_sync.delta_file import DeltaHeader
 from delta_sync.digest import digest, state_digest, tensor_key
@@ -44,13 +44,21 @@ def read_delta(
     data = ledger.read_object(ref)
     with naming(ref.key):
         header, deltas = decode_against(data, no_base if before is None else before.base, ledger.limits)
-    for what in ("run", "version", "base_version", "codec"):
+    for what in ("run", "version", "base_version"):
         _expect(f"{what} in the header of {ref.key}", getattr(step, what), getattr(header, what))
+    _check_codec(step.codec, header.codec, ref.key)
     for delta in deltas:
         state = step.tensors.get(delta.name)
         promised = None if state is None else (state.dtype, state.shape)
         _expect(f"tensor {delta.name!r} in {ref.key}", promised, (delta.dtype.name, delta.shape))
     return data, header, deltas
+
+
+def _check_codec(promised: str | None, got: str, key: str) -> None:
+    """A record names the codec that asks most of a reader; an object that is smaller in another one asks less."""
+    if promised not in CODECS or got not in CODECS[: CODECS.index(promised) + 1]:
+        expected = f"{promised}, or one that asks less of a reader"
+        raise IntegrityError(f"codec in the header of {key}", expected=expected, got=got)
 
 
 @contextmanager

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
-from delta_sync.cli.report import duration, percent, size
-from delta_sync.cli.run_tables import steps, trouble
+from delta_sync.cli.report import age, duration, percent, size
+from delta_sync.cli.run_tables import silence, steps, trouble
 from delta_sync.cli.view import Row, RunView
 
 
@@ -75,5 +76,6 @@ def _of_replica(event: Row) -> str:
     served = "no version yet" if event["version"] is None else f"version {event['version']}, {event['lag']} behind"
     took = event["performance"].get("served_seconds")
     after = "" if took is None else f", served after {duration(took)}"
-    wrong = trouble(event)
-    return f"replica {event['replica']}: {event['health']}, {served}{after}{'' if wrong == '-' else f'. {wrong}'}"
+    wrong, silent = trouble(event), silence(event, time.time())
+    health = event["health"] if silent is None else f"silent for {age(silent)}"
+    return f"replica {event['replica']}: {health}, {served}{after}{'' if wrong == '-' else f'. {wrong}'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from delta_sync.cli.report import Table, age, duration, percent, size
@@ -14,6 +15,7 @@ _TIMES = {
     "served": "served_seconds",
     "gap": "gap_seconds",
 }
+SILENT_SECONDS = 600.0  # in which a replica that runs takes a newer version, or says why not
 
 
 def versions_table(versions: Sequence[Row], now: float) -> Table:
@@ -50,6 +52,12 @@ def trouble(row: Row) -> str:
     return f"{refused}{row['error']}"
 
 
+def silence(row: Row, now: float) -> float | None:
+    """How long a replica has said nothing though there is a newer version, if that is long; it may be gone for good."""
+    waited = now - max(row["time"], row["behind_since"] or -math.inf)
+    return waited if row["state"] == "live" and row["lag"] and waited > SILENT_SECONDS else None
+
+
 def _version(row: Row, now: float) -> list[object]:
     anchor = row["anchor"]
     return [
@@ -71,9 +79,10 @@ def _folds(row: Row) -> str:
 
 
 def _replica(row: Row, now: float, times: Sequence[str]) -> list[object]:
+    silent = silence(row, now)
     return [
         row["replica"],
-        row["state"],
+        row["state"] if silent is None else f"silent for {age(silent)}",
         "-" if row["version"] is None else row["version"],
         "-" if row["lag"] is None else row["lag"],
         age(now - row["time"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from typing import Any
@@ -11,6 +12,8 @@ from delta_sync.cli.run import DAMAGE, newest_readable
 from delta_sync.errors import ChainError, DeltaSyncError
 from delta_sync.ledger import AnchorRef, Ledger
 from delta_sync.manifest import Manifest, ObjectRef
+from delta_sync.manifest_reader import ManifestReader
+from delta_sync.store.keys import manifest_prefix
 
 Row = dict[str, Any]
 MOST_NEW = 1000  # a view that is further behind than this begins again at the newest version
@@ -37,6 +40,7 @@ class RunView:
         self._anchored: set[AnchorRef] = set()
         self._anchors: dict[AnchorRef, Row] = {}  # what is known of those that are whole
         self._folds: dict[AnchorRef, list[int]] = {}
+        self._made_at: dict[int, float | None] = {}  # when older versions were made that a replica lacks
         self._listed = -math.inf
 
     def refresh(self, seconds: float = math.inf) -> None:
@@ -195,14 +199,14 @@ class RunView:
     def _replica(self, ack: Ack) -> Row:
         newest = self.newest
         lag = None if ack.version is None or newest is None else max(0, newest["version"] - ack.version)
-        missing = None if not lag or ack.version is None else self.version(ack.version + 1)
         row: Row = {
             "replica": ack.replica,
             "state": ack.state,
             "version": ack.version,
             "epoch": ack.epoch,
             "lag": lag,
-            "behind_since": missing and missing["created_at"],  # when the first version was made that it lacks
+            # when the first version was made that it lacks
+            "behind_since": self._made(ack.version + 1) if lag and ack.version is not None else None,
             "on_chain": self._on_chain(ack),
             "time": ack.time,
             "refused_version": ack.refused_version,
@@ -212,6 +216,18 @@ class RunView:
             "performance": dict(ack.performance),
         }
         return row | {"health": _health(row)}
+
+    def _made(self, version: int) -> float | None:
+        """When a version was made; one that this view does not hold is read, once, and None if it is gone."""
+        if (row := self.version(version)) is not None:
+            return float(row["created_at"])
+        if version not in self._made_at:
+            reader, found = ManifestReader(self.ledger.store, self.ledger.limits, self.ledger.keys), list[float]()
+            for name in reader.names(manifest_prefix(version)):
+                with contextlib.suppress(*DAMAGE):
+                    found.append(reader.read(name).created_at)
+            self._made_at[version] = min(found, default=None)
+        return self._made_at[version]
 
     def _on_chain(self, ack: Ack) -> bool | None:
         """Whether a replica serves one of these versions; None where it serves none, or one that they do not reach."""

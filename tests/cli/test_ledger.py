@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import re
+import time
+
+import pytest
+
 from delta_sync.ack import Ack
 
 
@@ -47,6 +52,35 @@ def test_a_replica_that_serves_none_of_these_versions(run, cli, as_json):
     assert as_json("ledger", run.uri)[1]["replicas"][0]["on_chain"] is False
     assert as_json("ledger", run.uri, "--last", 1)[1]["replicas"][0]["on_chain"] is None
     assert "serves a version that is none of this chain's" in cli("ledger", run.uri)[1]
+
+
+def state_of(replica, out):
+    return re.split(" {2,}", next(line for line in out.splitlines() if line.startswith(replica)))[1]
+
+
+@pytest.mark.parametrize("last", [(), ("--last", 1)], ids=["all", "one version listed"])
+def test_a_replica_that_says_nothing_to_newer_versions_is_called_silent(run, cli, monkeypatch, last):
+    """It took version 4 and died; one that serves the newest has nothing to say, however long ago it did."""
+    for name, version in (("dead", 4), ("current", 6)):
+        run.acknowledge(name, version, time=time.time())
+    run.acknowledge("refusing", 4, time=time.time(), state="refused", refused_version=5, error="no")
+    out = cli("ledger", run.uri, *last)[1]
+    assert [state_of(name, out) for name in ("dead", "current", "refusing")] == ["live", "live", "refused"]
+    later = time.time() + 3 * 3600
+    monkeypatch.setattr(time, "time", lambda: later)
+    out = cli("ledger", run.uri, *last)[1]
+    assert [state_of(name, out) for name in ("dead", "current", "refusing")] == ["silent for 3.0h", "live", "refused"]
+    assert "replica dead: silent for 3.0h, version 4, 2 behind" in cli("watch", run.uri, *last, "--for", 0)[1]
+    (run.folder / run.manifests[5].key).unlink()  # as retention does
+    assert state_of("dead", cli("ledger", run.uri, "--last", 1)[1]) == "silent for 3.0h"
+
+
+def test_a_replica_is_not_silent_before_there_is_something_to_say(run, cli, monkeypatch):
+    now = time.time() + 5 * 3600  # after a long pause of the trainer a version has just come
+    run.acknowledge("east", 6, time=time.time())
+    monkeypatch.setattr(time, "time", lambda: now)
+    run.keep(run.publisher.step(9))
+    assert state_of("east", cli("ledger", run.uri)[1]) == "live"
 
 
 def test_an_empty_place_is_a_problem_and_no_traceback(tmp_path, cli, as_json):

@@ -70,6 +70,15 @@ def test_epochs_anchors_folds_and_reward():
     assert found["run"]["chain"] == {"anchor": 2, "anchor_bytes": 1000, "deltas": 3, "bytes": 12}
 
 
+def test_of_adapters_a_server_that_starts_fetches_the_newest_alone():
+    anchor = {"files": 1, "bytes": 1000, "created_at": 1.0}
+    rows = [version(1, anchor=anchor), version(2), *(version(k, kind="adapter") for k in (3, 4, 5))]
+    chain = {"anchor": 1, "anchor_bytes": 1000, "deltas": 1}
+    assert parts(rows)["run"]["chain"] == chain | {"bytes": 2 + 5}
+    assert parts([*rows, version(6)])["run"]["chain"] == chain | {"deltas": 2, "bytes": 2 + 6}  # which ends the adapter
+    assert parts([version(1), version(2, kind="adapter", anchor=anchor)])["run"]["chain"]["bytes"] == 2
+
+
 def test_replicas_in_need_come_first_and_texts_are_cut():
     rows = [replica(f"r{k}", 1) for k in range(3)]
     rows[1] |= {"health": "behind", "lag": 4}

@@ -74,9 +74,12 @@ def _chain(versions: Sequence[Row]) -> dict[str, Any] | None:
     """What a replica that starts now has to fetch after the newest anchor; None if there is none in sight."""
     count, total = 0, 0
     for row in reversed(versions):
+        adapter, newest = row["kind"] == "adapter", row is versions[-1]
+        total += row["bytes"] if newest and adapter else 0  # of adapters only the newest version's is served
         if row["anchor"] and "error" not in row["anchor"]:
             return {"anchor": row["version"], "anchor_bytes": row["anchor"]["bytes"], "deltas": count, "bytes": total}
-        count, total = count + 1, total + row["bytes"]
+        if row["kind"] == "delta":
+            count, total = count + 1, total + row["bytes"]
     return None
 
 

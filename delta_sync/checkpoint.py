@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from copy import copy
 from pathlib import Path
 
 from delta_sync.anchor_files import INDEX, SINGLE, Bits, Head, Tensor, parse_shard
@@ -41,6 +42,13 @@ class Checkpoint:
     def elements(self) -> int:
         """Elements of all tensors."""
         return sum(bits.size for bits in self._bits.values())
+
+    def only(self, names: Collection[str]) -> Checkpoint:
+        """The same files with these tensors alone."""
+        part = copy(self)
+        part.heads = {name: self.heads[name] for name in names}
+        part._bits = {name: self._bits[name] for name in names}
+        return part
 
     def others(self) -> dict[str, Path]:
         """Config, tokenizer and whatever else lies in the folder: name below it -> path; no weights."""

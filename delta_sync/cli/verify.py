@@ -15,8 +15,7 @@ from delta_sync.anchor_files import AnchorShards, Tensor
 from delta_sync.checkpoint import Checkpoint
 from delta_sync.cli.report import FINE, PROBLEM, UNREACHABLE, AsJson, Report, Table, exit_code_of, finish, many, size
 from delta_sync.cli.run import DAMAGE, Chain, PublicKey, checked_run, open_ledger, read_chain
-from delta_sync.cli.weights import Deltas, Weights, no_version, read_delta
-from delta_sync.digest import state_digest
+from delta_sync.cli.weights import Deltas, Weights, as_version, no_version, read_delta
 from delta_sync.errors import ChainError, DeltaSyncError, IntegrityError, SignatureError, StoreError
 from delta_sync.ledger import AnchorRef, FoldRef, Ledger
 from delta_sync.manifest import AnchorRecord, Manifest
@@ -85,9 +84,11 @@ class Verification:
         """Check all that the newest version's chain names; ChainError if no version of it has the base's weights."""
         chain = read_chain(self.ledger)
         if self.base is not None:
-            self._base_digest = state_digest(Weights(self.base, keep=False).states)
-            if all(manifest.state_digest != self._base_digest for manifest in chain.versions):
-                raise no_version(self.base, self._base_digest, "of this run")
+            found = as_version(self.base, chain.versions)
+            if found is None:
+                raise no_version(self.base, "of this run")
+            self.base, first = found
+            self._base_digest = next(m.state_digest for m in chain.versions if m.version == first.version)
         anchored = set(self.ledger.anchors())
         oldest, newest = chain.versions[0], chain.versions[-1]
         if chain.start is not None:

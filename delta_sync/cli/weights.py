@@ -10,7 +10,7 @@ from pathlib import Path
 from delta_sync.anchor_files import Tensor, iter_anchor_tensors
 from delta_sync.bitmap import Bits
 from delta_sync.checkpoint import Checkpoint
-from delta_sync.cli.report import warn
+from delta_sync.cli.report import many, warn
 from delta_sync.context_file import CODECS, decode_against
 from delta_sync.delta import apply
 from delta_sync.delta_file import DeltaHeader
@@ -153,8 +153,9 @@ def rebuild(ledger: Ledger, target: Manifest, base: Checkpoint | None = None) ->
     damaged or gone it goes over the deltas that the fold was made of, and from an anchor that is to the one before it,
     as replicas do; of such anchors standard error is told.
     """
-    start, left_out = None if base is None else _position(ledger, target, base), dict[AnchorRef, DeltaSyncError]()
-    use_folds = True
+    start, left_out, use_folds = None, dict[AnchorRef, DeltaSyncError](), True
+    if base is not None:
+        base, start = _position(ledger, target, base)
     while True:
         plan = _plan(ledger, target, start, use_folds=use_folds, left_out=left_out)
         try:
@@ -197,17 +198,42 @@ def _advanced(ledger: Ledger, plan: Plan, weights: Weights) -> Weights:
     return weights
 
 
-def _position(ledger: Ledger, target: Manifest, base: Checkpoint) -> Position:
-    """The version on the way to ``target`` that has these weights; ChainError if there is none."""
-    known, damage = state_digest(Weights(base, keep=False).states), list[DeltaSyncError]()
-    for manifest in downwards(ledger, target, damage):
+def _position(ledger: Ledger, target: Manifest, base: Checkpoint) -> tuple[Checkpoint, Position]:
+    """The version on the way to ``target`` that has these weights, which are those returned; ChainError."""
+    damage = list[DeltaSyncError]()
+    found = as_version(base, downwards(ledger, target, damage))
+    if found is None:
+        raise no_version(base, f"that deltas lead from to version {target.version}", damage)
+    return found
+
+
+def as_version(base: Checkpoint, versions: Iterable[Manifest]) -> tuple[Checkpoint, Position] | None:
+    """The first of these versions that has the weights of ``base``, and those of its tensors that the run has; None.
+
+    A checkpoint may hold more than is trained, such as a head that repeats the embedding; servers pass over that too.
+    """
+    states, seen, every = Weights(base, keep=False).states, list[tuple[str, Position]](), set[frozenset[str]]()
+    known = state_digest(states)
+    for manifest in versions:
+        position = Position(manifest.version, manifest.sha256)
         if manifest.state_digest == known:
-            return Position(manifest.version, manifest.sha256)
-    raise no_version(base, known, f"that deltas lead from to version {target.version}", damage)
+            return base, position
+        seen.append((manifest.state_digest, position))
+        if manifest.kind == "origin":  # which lists all tensors
+            every.add(frozenset(manifest.tensors))
+    for names in every:
+        known = state_digest({name: states[name] for name in names}) if names < states.keys() else ""
+        for digest_there, position in seen:
+            if digest_there == known:
+                extra = sorted(states.keys() - names)
+                warn(f"{base.path}: {many(len(extra), 'tensor')} left out that the run has not, as {extra[0]!r}")
+                return base.only(names), position
+    return None
 
 
-def no_version(base: Checkpoint, known: str, which: str, damage: Sequence[DeltaSyncError] = ()) -> ChainError:
-    """That no version ``which`` is meant has the weights of ``base``, whose state digest is ``known``."""
+def no_version(base: Checkpoint, which: str, damage: Sequence[DeltaSyncError] = ()) -> ChainError:
+    """That no version ``which`` is meant has the weights of ``base``."""
+    known = state_digest(Weights(base, keep=False).states)
     return ChainError(
         f"weights of {base.path}",
         expected=f"those of a version {which}",

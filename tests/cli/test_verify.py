@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from helpers.publish import Publisher
+from helpers.publish import Publisher, read_checkpoint
 
 from delta_sync.anchor_files import INDEX, iter_anchor_tensors, write_anchor_files, write_shard
 from delta_sync.cli.run import open_ledger
@@ -41,6 +41,27 @@ def test_a_young_run_is_proven_from_the_model_that_it_began_with(tmp_path, run, 
     young.change(3, 0.5)
     other = young.save(tmp_path / "other", tmp_path / "empty")
     code, _, err = cli("verify", uri, "--base", other)
+    assert code == 1
+    assert "which none has" in err
+
+
+def test_the_model_that_it_began_with_may_repeat_its_embedding_as_a_head(tmp_path, run, cli, as_json):
+    """As some models' files do: such a head is no tensor of the run, and servers that hold it serve the run."""
+    weights, uri = run.publisher.weights, str(tmp_path / "young")
+    (tmp_path / "empty").mkdir()
+    repeated = Publisher(str(tmp_path / "other"), weights | {"lm_head.weight": weights["embed.weight"]})
+    base = repeated.save(tmp_path / "base", tmp_path / "empty")
+    young = Publisher(uri, weights)
+    young.origin()
+    young.step(1)
+    code, found = as_json("verify", uri, "--base", base)
+    assert (code, found["proven"]) == (0, [1, 2])
+    code, _, err = cli("materialize", uri, tmp_path / "two", "--base", base)
+    assert code == 0
+    assert "1 tensor left out that the run has not, as 'lm_head.weight'" in err
+    assert read_checkpoint(tmp_path / "two")[0].keys() == weights.keys()
+    repeated.change(3, 0.5)
+    code, _, err = cli("verify", uri, "--base", repeated.save(tmp_path / "changed", tmp_path / "empty"))
     assert code == 1
     assert "which none has" in err
 

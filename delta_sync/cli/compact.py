@@ -92,8 +92,8 @@ def _folded(ledger: Ledger, base: Manifest, path: Path) -> tuple[list[TensorDelt
 
 
 def _said(ledger: Ledger, record: FoldRecord, path: Path, *, dry_run: bool) -> Report:
-    refs = [ref for manifest in path if manifest.kind == "delta" for ref in manifest.objects]
-    count, before = len(refs), sum(ref.size for ref in refs)
+    folded = [manifest for manifest in path if manifest.kind == "delta"]
+    count, before = len(folded), sum(ref.size for manifest in folded for ref in manifest.objects)
     after = sum(ref.size for ref in record.objects)
     document: dict[str, object] = {
         "uri": ledger.store.uri,

@@ -103,3 +103,14 @@ def test_commands_go_past_a_spoilt_fold_as_replicas_do(run, cli, as_json, tmp_pa
     run.keep(publish_context_coded(run.publisher))
     assert cli("compact", run.uri, "--from", "6")[0] == 0  # decoded against version 6, which the fold leads to
     check(run, 6, 8)
+
+
+def test_a_version_of_several_ranks_is_one_delta(run, as_json, cli):
+    run.publisher.ranks = 2
+    for seed in (7, 8):
+        assert len(run.publisher.step(seed).objects) == 2
+    code, found = as_json("compact", run.uri, "--from", 5)
+    assert (code, found["deltas"]) == (0, 3)
+    assert "version 5 to 8: 3 deltas of" in cli("compact", run.uri, "--from", 5)[1]
+    code, found = as_json("verify", run.uri)
+    assert (code, found["damage"], found["folds"]) == (0, [], 1)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from delta_sync.checkpoint import is_checkpoint
-from delta_sync.cli.report import printable
+from delta_sync.cli.report import printable, warn
 from delta_sync.cli.timed_store import TimedStore
 from delta_sync.errors import ChainError, DeltaSyncError, FormatError, IntegrityError, NotFoundError, StoreError
 from delta_sync.ledger import Ledger
@@ -131,8 +131,18 @@ def _instead(ledger: Ledger) -> tuple[str, str]:
 
 
 def version_of(ledger: Ledger, version: int | None) -> Manifest:
-    """One version on the newest one's chain, None for the newest; ChainError."""
-    head = newest(ledger)
+    """One version on the newest one's chain, None for the newest; ChainError, or what is wrong with that.
+
+    An older one is found below a newest version that is damaged too, as replicas find it; standard error is told.
+    """
+    try:
+        head = newest(ledger)
+    except (FormatError, IntegrityError) as damage:
+        older = None if version is None else ledger.newest_below(version + 1)
+        if older is None or older.version != version:
+            raise
+        warn(f"a newer version is damaged: {damage}")
+        return older
     if version is not None and version > head.version:
         raise ChainError(
             f"version {version} of {ledger.store.uri}", expected=f"at most {head.version}, the newest",

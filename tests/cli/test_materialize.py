@@ -83,3 +83,19 @@ def test_around_a_damaged_anchor_goes_an_older_one(run, cli, as_json, tmp_path, 
 def test_a_version_that_is_not_there(run, as_json, tmp_path):
     code, found = as_json("materialize", f"{run.uri}@7", tmp_path / "out")
     assert (code, found["error"]["kind"]) == (1, "ChainError")
+
+
+def test_a_damaged_newest_version_keeps_no_older_one_from_being_written(run, cli, as_json, tmp_path):
+    """Servers fall back to the newest version before it that they can prove."""
+    run.damage(run.manifests[6].key)
+    for version in (5, 2):
+        code, out, err = cli("materialize", f"{run.uri}@{version}", tmp_path / str(version))
+        assert (code, out.splitlines()[0].split(":")[0]) == (0, f"version {version} in {tmp_path / str(version)}")
+        assert "a newer version is damaged" in err
+        weights, _ = read_checkpoint(tmp_path / str(version))
+        assert {name: bits.tobytes() for name, bits in weights.items()} == run.bits[version]
+    assert as_json("inspect", f"{run.uri}@5")[1]["changed_elements"] == run.manifests[5].changed_elements
+    for what in (run.uri, f"{run.uri}@6", f"{run.uri}@7"):
+        code, _, err = cli("materialize", what, tmp_path / "no")
+        assert (code, len(err.splitlines())) == (1, 1)
+        assert "expected canonical JSON" in err or "manifest" in err

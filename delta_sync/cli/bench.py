@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from delta_sync.checkpoint import Checkpoint, check_same_heads
-from delta_sync.cli.compare import changes_between, sizes, sizes_table
+from delta_sync.cli.compare import changes_between, left_out, sizes, sizes_table
 from delta_sync.cli.report import FINE, AsJson, Report, Table, finish, percent
 from delta_sync.cli.run import PublicKey, checked_uri, open_ledger, split_version, version_of
 from delta_sync.cli.weights import Weights, read_delta, rebuild
@@ -84,6 +84,7 @@ def _report(what: str, changes: Sequence[Changed], repeats: int) -> Report:
         f"{what}: {changed:,} of {elements:,} elements changed, {percent(changed, elements)}",
         f"{machine['cpu']}, {machine['cores']} cores; the fastest of {repeats}, speeds are of dense weights",
         sizes_table(rows),
+        *left_out(changes),
     ]
     return Report(document, parts, FINE)
 

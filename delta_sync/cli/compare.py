@@ -90,6 +90,13 @@ def sizes_table(rows: Sequence[dict[str, Any]]) -> Table:
     return Table("the same changes in every layout", columns, cells)
 
 
+def left_out(changes: Sequence[Changed]) -> list[str]:
+    """What the table is not about, if anything: of fp8 and float32 tensors there is nothing to compare with."""
+    wide = sum(c.delta.changed for c in changes if c.delta.dtype.itemsize != NARROW)
+    said = f"{wide:,} changed elements are not of 16 bits: no peer's layout is for those, they are left out"
+    return [said] if wide else []
+
+
 def _speed(row: dict[str, Any], what: str) -> str:
     found = row.get(f"{what}_bytes_per_second")
     return "-" if found is None else f"{found / 1e9:.2f} GB/s"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from delta_sync.checkpoint import Checkpoint, check_same_heads
-from delta_sync.cli.compare import changes_between, most_changed, most_changed_table, sizes, sizes_table
+from delta_sync.cli.compare import changes_between, left_out, most_changed, most_changed_table, sizes, sizes_table
 from delta_sync.cli.report import FINE, AsJson, Report, Table, finish, many, percent, size
 from delta_sync.cli.weights import Weights
 from delta_sync.context_file import encode_against
@@ -84,9 +84,7 @@ def _parts(document: dict[str, Any], changes: Sequence[Changed]) -> list[Table |
     parts: list[Table | str] = [f"{many(document['changed_tensors'], 'tensor')} of {document['tensors']:,}: {share}"]
     if document["layouts"]:
         parts.append(sizes_table(document["layouts"]))
-    wide = sum(c.delta.changed for c in changes if c.delta.dtype.itemsize != 2)
-    if wide:
-        parts.append(f"{wide:,} changed elements are not of 16 bits: no peer's layout is for those, they are left out")
+    parts += left_out(changes)
     if document["top"]:
         parts.append(most_changed_table(document["top"]))
     if document["file"]:

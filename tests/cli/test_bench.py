@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+from helpers.publish import Publisher
+
 
 def test_a_runs_version_in_every_layout(run, as_json, cli, tmp_path):
     code, found = as_json("bench", f"{run.uri}@3", "--repeats", 1)
@@ -19,6 +22,18 @@ def test_a_runs_version_in_every_layout(run, as_json, cli, tmp_path):
     assert code == 0
     assert [(r["layout"], r["bytes"]) for r in pair["layouts"]] == [(r["layout"], r["bytes"]) for r in found["layouts"]]
     assert "GB/s" in cli("bench", run.uri, "--repeats", 1)[1]
+
+
+def test_what_is_left_out_of_an_fp8_run_is_said(tmp_path, cli):
+    """As of diff: the first line counts all changes, the table those of 16-bit elements."""
+    weights = {"w": np.arange(512, dtype=np.uint16).reshape(8, 64), "eight": np.arange(64, dtype=np.uint8)}
+    publisher = Publisher(str(tmp_path / "run"), weights, {"w": "BF16", "eight": "F8_E4M3"})
+    publisher.origin(anchor=True)
+    publisher.step(1, 0.1)
+    code, out, _ = cli("bench", tmp_path / "run", "--repeats", 1)
+    assert code == 0
+    assert "57 of 576 elements changed" in out
+    assert "6 changed elements are not of 16 bits" in out
 
 
 def test_what_cannot_be_measured(run, cli, tmp_path):

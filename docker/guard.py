@@ -20,11 +20,27 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 KEYS = ("VLLM_API_KEY", "DELTA_SYNC_ADMIN_KEY")  # the second opens control routes, which check it themselves
 
 
+def unusable(key: str) -> str | None:
+    """Why no client could send ``key``, without showing it; None if one can.
+
+    The rule of delta_sync/bearer.py, which clients hold keys against, and which the environment's image has not got.
+    Stripped here alone, a key would still be another one to vLLM, which reads its variable itself.
+    """
+    if key.isascii() and key.isprintable() and key == key.strip():
+        return None
+    return (
+        f"expected printable ASCII on one line, without spaces around it, got {len(key)} characters, some of them "
+        "others. Remedy: enter the secret again, without the line break at its end"
+    )
+
+
 class Guard:
     """ASGI middleware: ``keys``, by default those of the environment, are what Authorization: Bearer may carry."""
 
     def __init__(self, app: App, keys: list[str] | None = None) -> None:
         found = keys if keys is not None else [os.environ.get(name, "") for name in KEYS]
+        for trouble in filter(None, map(unusable, found)):
+            raise ValueError(f"guard: a key: {trouble}")
         self._app, self._keys = app, [key.encode() for key in found if key]
         if not self._keys:
             raise ValueError(f"guard: expected a key, got none. Remedy: set {KEYS[0]}")

@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from guard import KEYS, unusable
+
 PORT = "7860"
 REQUIRED = {
     "MODEL": "the Hub name of the model that the trainer starts from, as a variable",
@@ -40,6 +42,9 @@ def problem(env: Mapping[str, str]) -> str | None:
     missing = [f"{name} ({what})" for name, what in needed.items() if not env.get(name, "").strip()]
     if missing:
         return f"expected in the environment, got nothing: {'; '.join(missing)}. Remedy: the Space's settings"
+    for name in (*KEYS, "HF_TOKEN"):  # each goes into a header
+        if trouble := unusable(env.get(name, "")):
+            return f"{name}: {trouble}"
     if env.get("VLLM_SERVER_DEV_MODE", "0") not in ("", "0"):
         return (
             "VLLM_SERVER_DEV_MODE: expected unset, got it set: its routes let anybody run code here. Remedy: delete it"

@@ -8,19 +8,22 @@ from __future__ import annotations
 import os
 import sys
 
+from guard import Guard, unusable
+
 PORT = 7860
 
 
 def main() -> None:
     """Serve until ended."""
-    token = os.environ.get("WORDLE_ENV_TOKEN", "").strip()
-    if not token:
+    token = os.environ.get("WORDLE_ENV_TOKEN", "")
+    if not token.strip():
         sys.exit(
             "wordle-space: expected in the environment, got nothing: WORDLE_ENV_TOKEN (the key that every client "
             "must send, as a secret). Remedy: the Space's settings"
         )
+    if trouble := unusable(token):
+        sys.exit(f"wordle-space: WORDLE_ENV_TOKEN: {trouble}")
     import uvicorn
-    from guard import Guard
 
     from examples.wordle.env_server import create_app, sessions_from_environment
 

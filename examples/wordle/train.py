@@ -32,18 +32,24 @@ from examples.wordle.wake import NotAwake, wait_until_awake
 from trl_callback import DeltaSyncCallback
 
 ENV_TOKEN = "WORDLE_ENV_TOKEN"  # the environment's key, where it asks for one
+LONGEST = 100  # letters of a guess that the server is asked about; it refuses messages of some thousands
 TOOL_PROMPT = "Play a game of Wordle. Call the tool `guess` with one five-letter word at a time until the game is over."
 
 
 class WordleEnv:
-    """A game that the model plays by calling its public methods as tools; TRL makes one per rollout."""
+    """A game that the model plays by calling its public methods as tools; TRL makes one per rollout.
+
+    TRL answers the model with the text of what a tool raises. Good for the model's own mistakes, but a server that is
+    gone would be a game lost: what fails there is kept, and `tool_reward` raises it.
+    """
 
     def __init__(self, client: Callable[[], WordleClient]) -> None:
         self._client = client()
         self._turns: list[Turn] = []
+        self._failure: Exception | None = None
 
     def reset(self, seed: int | None = None, **_: Any) -> str:
-        self._turns = []
+        self._turns, self._failure = [], None
         return self._client.reset(seed).feedback
 
     def guess(self, guess: str) -> str:
@@ -55,13 +61,24 @@ class WordleEnv:
         Returns:
             The guess with a mark below each letter (G right place, Y wrong place, X not in the word), or why not.
         """
+        if not isinstance(guess, str) or len(guess) > LONGEST:
+            raise ValueError("guess: expected one five-letter word")
         if self._turns and self._turns[-1].done:
             return "The game is over."
-        self._turns.append(self._client.guess(guess))
+        if self._failure is not None:  # the batch is lost: waiting for the server once a guess would delay its end
+            raise self._failure
+        try:
+            self._turns.append(self._client.guess(guess))
+        except Exception as error:
+            self._failure = error
+            raise
         return self._turns[-1].feedback
 
 
 def tool_reward(environments: list[WordleEnv], **_: Any) -> list[float]:
+    """How far each game got; an environment's failure ends training here, as TRL lets none out of a tool."""
+    for failure in filter(None, (env._failure for env in environments)):
+        raise failure
     return [progress(env._turns) for env in environments]
 
 

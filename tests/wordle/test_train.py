@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import trl
+from fastapi import FastAPI, WebSocket
 from helpers.byte_tokenizer import byte_tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import get_json_schema
 from trl import GRPOConfig, GRPOTrainer
 
 from examples.wordle import train
-from examples.wordle.client import WordleClient
+from examples.wordle.client import WordleClient, WordleServerError
 from examples.wordle.words import draw
 
 QWEN3 = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
@@ -59,11 +60,9 @@ def model():
     return Qwen3ForCausalLM(Qwen3Config(vocab_size=300, num_key_value_heads=1, head_dim=8, **shape))
 
 
-def test_a_grpo_step_through_tools(wordle_url, model, tmp_path):
-    tokenizer = byte_tokenizer(QWEN3.read_text())
-    playing = train.way_to_play(options(wordle_url, games=1), tokenizer)
-    config = GRPOConfig(
-        output_dir=str(tmp_path),
+def config(folder):
+    return GRPOConfig(
+        output_dir=str(folder),
         use_cpu=True,
         bf16=False,
         num_generations=4,
@@ -75,8 +74,13 @@ def test_a_grpo_step_through_tools(wordle_url, model, tmp_path):
         report_to="none",
         logging_steps=1,
     )
+
+
+def test_a_grpo_step_through_tools(wordle_url, model, tmp_path):
+    tokenizer = byte_tokenizer(QWEN3.read_text())
+    playing = train.way_to_play(options(wordle_url, games=1), tokenizer)
     log = train.LogToFile(tmp_path / "metrics.jsonl")
-    trainer = GRPOTrainer(model=model, args=config, processing_class=tokenizer, callbacks=[log], **playing)
+    trainer = GRPOTrainer(model=model, args=config(tmp_path), processing_class=tokenizer, callbacks=[log], **playing)
     trainer._generate_single_turn = scripted_player(tokenizer, draw(0))
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     trainer.train()
@@ -85,6 +89,46 @@ def test_a_grpo_step_through_tools(wordle_url, model, tmp_path):
     assert row["reward_std"] > 0.1 and row["rewards/tool_reward/mean"] > 0.25  # a win, two words, and one that is none
     assert row["tools/call_frequency"] == 1.0
     assert any(not torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+
+
+def test_an_environment_that_goes_away_ends_training(model, tmp_path, serve):
+    """TRL would tell the model of it, and train on games that nobody could play."""
+    app, games = FastAPI(), []
+
+    @app.websocket("/ws")
+    async def gone_after_a_guess(socket: WebSocket):
+        await socket.accept()
+        games.append(await socket.receive_text())
+        await socket.send_json({"type": "observation", "data": {"observation": {"messages": [{"content": "Wordle"}]}}})
+        await socket.receive_text()
+        await socket.close()
+
+    tokenizer = byte_tokenizer(QWEN3.read_text())
+    playing = train.way_to_play(options(serve(app), games=1), tokenizer)
+    trainer = GRPOTrainer(model=model, args=config(tmp_path), processing_class=tokenizer, **playing)
+    trainer._generate_single_turn = scripted_player(tokenizer, "slate")
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    with pytest.raises(WordleServerError, match="the session was closed"):
+        trainer.train()
+    assert len(games) == 4 and trainer.state.global_step == 0
+    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+
+
+def test_a_failure_is_of_one_game_and_the_models_mistakes_are_none(wordle_url):
+    env = train.WordleEnv(partial(WordleClient, wordle_url))
+    env.reset(seed=5)
+    for mistake in (5, None, "long" * 2000):
+        with pytest.raises(ValueError, match="five-letter word"):
+            env.guess(mistake)
+    assert train.tool_reward([env]) == [0.0]
+    env._client._socket.close()
+    for _ in range(2):
+        with pytest.raises(WordleServerError, match="closed"):
+            env.guess("crane")
+    with pytest.raises(WordleServerError, match="closed"):
+        train.tool_reward([env])
+    env.reset(seed=5)
+    assert train.tool_reward([env]) == [0.0]
 
 
 def scripted_player(tokenizer, answer):

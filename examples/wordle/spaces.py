@@ -3,7 +3,7 @@
     python -m examples.wordle.spaces                       # create or update, wait until healthy, say how to train
     python -m examples.wordle.spaces --flavor cpu          # the smallest: a 135M model, no GPU
     python -m examples.wordle.spaces --dry-run             # say what would be done
-    python -m examples.wordle.spaces --teardown            # delete both Spaces and the bucket
+    python -m examples.wordle.spaces --teardown            # delete both Spaces, the run and its bucket
 
 You must be logged in (`hf auth login`, or HF_TOKEN). Hardware other than cpu-basic costs money while a Space runs.
 """
@@ -16,32 +16,22 @@ import re
 import secrets
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
-from examples.wordle.patience import Patience
 from examples.wordle.space_files import ROOT, stage_environment, stage_rollouts
-from examples.wordle.wake import NotAwake, wait_until_awake
+from examples.wordle.space_repo import FREE, Space, SpacesFailed, ours, put, refuse_foreign
+from examples.wordle.space_wait import wait
+from examples.wordle.wake import NotAwake
 
-POLL = 2.0  # seconds
-LOG_LINES = 15
-FREE = "cpu-basic"
-SLEEP = 3600  # seconds without a request after which paid hardware is let go; a rollout is a request
-FAILED = ("BUILD_ERROR", "CONFIG_ERROR", "RUNTIME_ERROR", "NO_APP_FILE", "DELETING")
-ASLEEP = ("PAUSED", "STOPPED", "SLEEPING")
 SPACE_TOKEN = "SPACE_HF_TOKEN"
 SMALL = "--enforce-eager --max-model-len 1024 --max-num-seqs 9"
-
-
-class SpacesFailed(RuntimeError):
-    """A Space could not be made or did not get up; the message says which, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +55,6 @@ FLAVORS = {
         "--turns 2",
     ),
 }
-
-
-@dataclass(frozen=True)
-class Space:
-    """One Space as it should be."""
-
-    repo: str
-    hardware: str
-    variables: dict[str, str]
-    secrets: dict[str, str]
-    stage: Callable[[Path], Path]
-    probe: str  # a route that asks for the key
-    key: str
 
 
 class Plan:
@@ -140,101 +117,37 @@ class Plan:
 def create(api: HfApi, plan: Plan, say: Callable[[str], None]) -> str:
     """Make or update everything, wait until it is healthy, and return the training command."""
     keys, new = plan.keys()
-    token = os.environ.get(SPACE_TOKEN) or get_token()
+    token = os.environ.get(SPACE_TOKEN, "").strip() or get_token()
     if not token:
         raise SpacesFailed("no token for the rollouts to read the bucket with. Remedy: hf auth login, or HF_TOKEN")
     if not os.environ.get(SPACE_TOKEN):
         say(f"note: {plan.rollouts} gets your own token as its secret; set {SPACE_TOKEN} to one that may do less")
+    for repo in (plan.environment, plan.rollouts):  # both, before anything is made
+        refuse_foreign(api, repo)
     api.create_bucket(plan.bucket, private=True, exist_ok=True)
-    spaces = plan.spaces(keys, token)
-    for space in spaces:
+    uploads = []
+    for space in plan.spaces(keys, token):
         say(f"{space.repo}: settings and files")
-        put(api, space, new)
+        uploads.append((space, put(api, space, new)))
     if new:  # only now: a run that was cut short makes new ones, and sets them everywhere
         plan.keep(keys)
     deadline = time.monotonic() + plan.args.timeout
-    env, vllm = [wait(api, space, deadline, say) for space in spaces]
+    env, vllm = [wait(api, space, upload, deadline, say) for space, upload in uploads]
     return plan.training_command(vllm, env)
 
 
-def put(api: HfApi, space: Space, new_keys: bool) -> None:
-    """Bring one Space's settings and files up to date; what is so already is left, as every change restarts it."""
-    paid = {} if space.hardware == FREE else {"space_hardware": space.hardware, "space_sleep_time": SLEEP}
-    api.create_repo(
-        space.repo,
-        repo_type="space",
-        space_sdk="docker",
-        exist_ok=True,
-        space_secrets=[{"key": key, "value": value} for key, value in space.secrets.items()],
-        space_variables=[{"key": key, "value": value} for key, value in space.variables.items()],
-        **paid,
-    )
-    known, variables = api.get_space_secrets(space.repo), api.get_space_variables(space.repo)
-    for key, value in space.secrets.items():
-        if new_keys or key not in known:
-            api.add_space_secret(space.repo, key, value)
-    for key, value in space.variables.items():
-        if key not in variables or variables[key].value != value:
-            api.add_space_variable(space.repo, key, value)
-    if api.get_space_runtime(space.repo).requested_hardware not in (None, space.hardware):
-        api.request_space_hardware(space.repo, space.hardware, sleep_time=SLEEP if paid else None)  # type: ignore[arg-type]
-    with tempfile.TemporaryDirectory() as folder:
-        files = space.stage(Path(folder))
-        wanted = {path.relative_to(files).as_posix(): path for path in sorted(files.rglob("*")) if path.is_file()}
-        there = set(api.list_repo_files(space.repo, repo_type="space")) - {".gitattributes"}
-        # one commit, where upload_folder would make several of many files: each is built, half a tree in vain
-        api.create_commit(
-            space.repo,
-            [CommitOperationAdd(name, path) for name, path in wanted.items()]
-            + [CommitOperationDelete(name) for name in sorted(there - wanted.keys())],
-            repo_type="space",
-            commit_message="delta-weight-sync: examples/wordle/spaces.py",
-        )
-
-
-def wait(api: HfApi, space: Space, deadline: float, say: Callable[[str], None]) -> str:
-    """The URL of the Space once it is healthy and takes its key; SpacesFailed if it fails or the deadline passes."""
-    stage, woken, url = "", False, ""
-    hub = Patience(space.repo, deadline, say)
-    while not url:
-        runtime = hub.ask(lambda: api.get_space_runtime(space.repo))
-        if runtime is not None and runtime.stage != stage:
-            stage = runtime.stage
-            say(f"{space.repo}: {stage.lower()}")
-        if stage in FAILED:
-            raise SpacesFailed(f"{space.repo}: {stage}. The end of its log:\n{_log(api, space.repo, stage)}")
-        if stage in ASLEEP and not woken:
-            woken = hub.ask(lambda: api.restart_space(space.repo)) is not None
-        if stage == "RUNNING" and (info := hub.ask(lambda: api.space_info(space.repo))):
-            url = str(info.host)
-        elif time.monotonic() >= deadline:
-            got = stage or "no answer from the Hub"
-            raise SpacesFailed(
-                f"{space.repo}: expected RUNNING in time, got {got}. Remedy: run this again, or raise --timeout"
-            )
-        else:
-            time.sleep(POLL)
-    wait_until_awake(url, space.key, max(0.0, deadline - time.monotonic()), probe=space.probe, new_key=True)
-    say(f"{space.repo}: healthy at {url}")
-    return url
-
-
-def _log(api: HfApi, repo: str, stage: str) -> str:
-    try:
-        lines = list(api.fetch_space_logs(repo, build=stage != "RUNTIME_ERROR"))
-    except (httpx2.HTTPError, OSError) as error:  # the Hub's own, too
-        return f"(not to be had: {type(error).__name__}; try `hf spaces logs {repo}`)"
-    return "\n".join("".join(lines).splitlines()[-LOG_LINES:])
-
-
 def teardown(api: HfApi, plan: Plan, say: Callable[[str], None]) -> None:
-    """Delete both Spaces, the bucket with everything that was trained, and the keys' file."""
+    """Delete both Spaces, the run, the bucket if nothing else is in it, and the keys' file: what this example made."""
     for repo in (plan.rollouts, plan.environment):
+        if ours(api, repo) is False:
+            say(f"{repo}: kept, as this example did not make it")
+            continue
         api.delete_repo(repo, repo_type="space", missing_ok=True)
         say(f"{repo}: gone")
     api.delete_bucket(plan.bucket, missing_ok=True)
+    say(f"{plan.bucket}: gone")
     plan.keys_file.unlink(missing_ok=True)
-    say(f"{plan.bucket}: gone, and {plan.keys_file}")
+    say(f"{plan.keys_file}: gone")
 
 
 def confirmed(question: str) -> bool:
@@ -255,7 +168,9 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--new-keys", action="store_true", help="make new keys, and set the Spaces' secrets anew")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds until both must be healthy")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
-    parser.add_argument("--teardown", action="store_true", help="delete both Spaces and the bucket")
+    parser.add_argument(
+        "--teardown", action="store_true", help="delete both Spaces, the run, and the bucket if it holds nothing else"
+    )
     parser.add_argument("--yes", action="store_true", help="do not ask before deleting")
     return parser.parse_args(words)
 

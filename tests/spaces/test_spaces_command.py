@@ -4,12 +4,18 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from helpers.hub import TestHub
 from helpers.hub.server import READ_TOKEN, WRITE_TOKEN
+from helpers.hub.spaces_stand_in import SpaceStandIn
+from huggingface_hub import SpaceRuntime
+
+from examples.wordle.space_repo import Upload
+from examples.wordle.space_wait import SETTLE, Build
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -123,6 +129,98 @@ def test_a_changed_setting_and_a_changed_file_arrive(hub, spaces):
     assert space.secrets["VLLM_API_KEY"] != secrets["VLLM_API_KEY"]
 
 
+def test_the_space_has_the_token_that_this_run_names(hub, spaces):
+    """A run without one gives it the account's own, which may do all: it must not stay."""
+    assert spaces("--flavor", "cpu").returncode == 0
+    space = hub.api.spaces.spaces["tester/wordle-rollouts"]
+    assert space.secrets["HF_TOKEN"] == WRITE_TOKEN
+    kept = space.secrets["VLLM_API_KEY"]
+    assert spaces("--flavor", "cpu", SPACE_HF_TOKEN="hf_less").returncode == 0
+    assert space.secrets == {"HF_TOKEN": "hf_less", "VLLM_API_KEY": kept}
+
+    hub.requests.clear()
+    assert spaces("--flavor", "cpu", SPACE_HF_TOKEN="hf_less").returncode == 0
+    assert not [r for r in hub.requests if r.method == "POST" and r.path.endswith("/secrets")]  # nor a restart
+    space.descriptions.clear()  # as of a Space by an older version: nobody knows which token it has
+    space.secrets["HF_TOKEN"] = WRITE_TOKEN
+    done = spaces("--flavor", "cpu", SPACE_HF_TOKEN="hf_less")
+    assert space.secrets["HF_TOKEN"] == "hf_less" and "hf_less" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["env", "rollouts"])
+def test_somebody_elses_space_is_neither_replaced_nor_deleted(hub, spaces, name):
+    space = SpaceStandIn(f"tester/wordle-{name}", files={"app.py": b"theirs"}, commits=1, stage="RUNNING")
+    hub.api.spaces.spaces[space.id] = space
+    done = spaces("--flavor", "cpu")
+    assert done.returncode == 1 and f"{space.id}: expected no Space, or one with the variable MADE_BY=" in done.stderr
+    assert "Remedy: another --name" in done.stderr
+    assert space.files == {"app.py": b"theirs"} and space.variables == {} and not space.secrets
+    assert list(hub.api.spaces.spaces) == [space.id] and hub.api.buckets == {}
+
+    done = spaces("--teardown", "--yes")
+    assert done.returncode == 0 and f"{space.id}: kept" in done.stderr and space.id in hub.api.spaces.spaces
+
+
+def test_a_first_run_that_was_cut_short_leaves_a_space_that_is_known(hub, spaces):
+    hub.faults.add("status", "POST /api/spaces/tester/wordle-env/commit", times=1, status=403)
+    assert spaces("--flavor", "cpu").returncode == 1
+    assert hub.api.spaces.spaces["tester/wordle-env"].files == {}
+    assert spaces("--flavor", "cpu").returncode == 0
+
+
+@pytest.mark.parametrize("before", ["RUNNING", "BUILD_ERROR"])
+def test_a_build_is_not_judged_by_the_one_before_it(hub, spaces, before):
+    assert spaces("--flavor", "cpu").returncode == 0
+    space = hub.api.spaces.spaces["tester/wordle-rollouts"]
+    space.stage, space.log = before, "the old log"
+    space.files["source/delta_sync/removed_since.py"] = b"old"
+    hub.api.spaces.lag, hub.api.spaces.building = 2.5, 2.5  # the old stage is seen, and so is the building
+    done = spaces("--flavor", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert space.built == space.head == f"{2:040d}"
+    assert "the old log" not in done.stderr
+
+
+def told(*stages, fresh=True, age=0.0):
+    """Of each (stage, commit that runs) in a row: whether it counts for commit "new", uploaded ``age`` seconds ago."""
+    build = Build(Upload("new", fresh, at=time.monotonic() - age))
+    return [build.judges(SpaceRuntime({"stage": stage, **({"sha": sha} if sha else {})})) for stage, sha in stages]
+
+
+def test_what_counts_of_what_the_hub_says():
+    assert told(("RUNNING", "new")) == [True]
+    after = told(("RUNNING_BUILDING", "old"), ("RUNNING", "old"), ("RUNNING_APP_STARTING", "old"), ("RUNNING", "new"))
+    assert after[1::2] == [False, True]
+    assert told(("RUNNING", "old"), age=SETTLE) == [False]  # never, however long it stays
+    for sha in ("old", None):  # a failed build serves nothing that could be named
+        assert told(("BUILD_ERROR", sha), ("BUILDING", sha), ("BUILD_ERROR", sha))[::2] == [False, True]
+        assert told(("BUILD_ERROR", sha), age=SETTLE) == [True]
+    # no commit at all, or one that was running before the settings changed
+    for sha, fresh in ((None, True), ("new", False)):
+        assert told(("RUNNING", sha), ("APP_STARTING", sha), ("RUNNING", sha), fresh=fresh)[::2] == [False, True]
+        assert told(("RUNNING", sha), fresh=fresh, age=SETTLE) == [True]
+
+
+def test_a_restart_by_a_new_setting_is_waited_for(hub, spaces):
+    """The commit stays the same, so its number does not tell the old server from the new one."""
+    assert spaces("--flavor", "cpu").returncode == 0
+    space, served = hub.api.spaces.spaces["tester/wordle-rollouts"], []
+    build = hub.api.spaces.build
+    hub.api.spaces.build = lambda space: (served.append(space.variables["MODEL"]), build(space))[1]
+    hub.api.spaces.lag, hub.api.spaces.building = 2.5, 2.5
+    assert spaces("--flavor", "cpu", "--model", "other/model").returncode == 0
+    assert served == ["other/model"] and space.commits == 1
+
+
+def test_an_older_build_that_stays_is_named_at_the_deadline(hub, spaces):
+    assert spaces("--flavor", "cpu").returncode == 0
+    space = hub.api.spaces.spaces["tester/wordle-rollouts"]
+    space.files["source/delta_sync/removed_since.py"] = b"old"
+    hub.api.spaces.lag = 30.0
+    done = spaces("--flavor", "cpu", "--timeout", "3")
+    assert done.returncode == 1 and "expected RUNNING in time, got RUNNING of the build before" in done.stderr
+
+
 def test_a_space_that_sleeps_is_woken_and_one_that_fails_shows_its_log(hub, spaces):
     assert spaces("--flavor", "cpu").returncode == 0
     space = hub.api.spaces.spaces["tester/wordle-rollouts"]
@@ -141,7 +239,7 @@ def test_a_network_that_fails_while_it_waits_is_said_once_and_outlived(hub, spac
     runtime = "GET /api/spaces/tester/wordle-{}/runtime"  # each Space's settings ask once, before any waiting
     hub.faults.add("drop", runtime.format("env"), times=2, skip=1)
     hub.faults.add("status", runtime.format("rollouts"), times=2, skip=1, status=503)
-    hub.faults.add("drop", "GET /api/spaces/tester/wordle-env$", times=1)
+    hub.faults.add("drop", "GET /api/spaces/tester/wordle-env$", times=1, skip=1)
     done = spaces("--flavor", "cpu")
     assert done.returncode == 0, done.stderr
     assert hub.faults.met["drop"] >= 3 and hub.faults.met["status 503"] == 2

@@ -20,15 +20,17 @@ from helpers.hub.wire import Answer, Request, as_json, refusal
 
 @dataclass
 class SpaceStandIn:
-    """One Space; secrets can be set and named but, as on the Hub, not read over HTTP."""
+    """One Space; secrets can be set, named and described but, as on the Hub, not read over HTTP."""
 
     id: str
     files: dict[str, bytes] = field(default_factory=dict)
     secrets: dict[str, str] = field(default_factory=dict)
+    descriptions: dict[str, str | None] = field(default_factory=dict)  # of the secrets
     variables: dict[str, str] = field(default_factory=dict)
     hardware: str = "cpu-basic"
     sleep_time: int | None = None
     stage: str = "NO_APP_FILE"
+    built: str | None = None  # the commit that what runs was built from
     host: str = ""
     commits: int = 0
     restarts: int = 0
@@ -36,10 +38,15 @@ class SpaceStandIn:
 
     def runtime(self) -> dict[str, Any]:
         hardware = {"current": self.hardware, "requested": self.hardware}
-        return {"stage": self.stage, "hardware": hardware, "gcTimeout": self.sleep_time, "storage": None}
+        known = {"sha": self.built} if self.built else {}
+        return {"stage": self.stage, "hardware": hardware, "gcTimeout": self.sleep_time, "storage": None, **known}
+
+    @property
+    def head(self) -> str:
+        return f"{self.commits:040d}"
 
     def info(self) -> dict[str, Any]:
-        return {"id": self.id, "sha": f"{self.commits:040d}", "host": self.host, "runtime": self.runtime()}
+        return {"id": self.id, "sha": self.head, "host": self.host, "runtime": self.runtime()}
 
     def tree(self) -> list[dict[str, Any]]:
         return [
@@ -54,17 +61,19 @@ class SpacesStandIn:
     def __init__(self) -> None:
         self.spaces: dict[str, SpaceStandIn] = {}
         self.build: Callable[[SpaceStandIn], str] = lambda space: "RUNNING"
+        self.lag = 0.0  # seconds until a stage shows that something is about to be built
+        self.building = 0.3  # seconds that it shows it, at least
         self.paid = True  # whether the account may have other hardware than cpu-basic
 
     def answer(self, request: Request, right: str) -> Answer | None:
-        """The answer to a request about Spaces, None for any other; everything here asks for a token that may write."""
+        """The answer to a request about Spaces, None for any other; a token that may not write may look."""
         path = request.path
         if path == "/api/validate-yaml":
             return as_json({"errors": [], "warnings": []})
         found = re.fullmatch(r"/api/spaces/([^/]+/[^/]+)(?:/(.+))?", path)
         if found is None and path not in ("/api/repos/create", "/api/repos/delete"):
             return None
-        if right != "write":
+        if not right or (right != "write" and request.method != "GET"):
             return refusal(401, "", "Invalid username or password.")
         if found is None:
             return self._create(request) if path.endswith("create") else self._delete(request)
@@ -84,6 +93,7 @@ class SpacesStandIn:
             return refusal(402, "", "Payment required")
         space = SpaceStandIn(space_id, hardware=hardware, sleep_time=body.get("sleepTimeSeconds"))
         space.secrets = {pair["key"]: pair["value"] for pair in body.get("secrets", ())}
+        space.descriptions = {pair["key"]: pair.get("description") for pair in body.get("secrets", ())}
         space.variables = {pair["key"]: pair["value"] for pair in body.get("variables", ())}
         self.spaces[space_id] = space
         return as_json(url)
@@ -102,7 +112,10 @@ class SpacesStandIn:
             case "GET", "tree":
                 return as_json(space.tree())
             case "GET", "secrets":
-                return as_json({key: {"key": key, "updatedAt": "2025-01-01T00:00:00.000Z"} for key in space.secrets})
+                row = {"updatedAt": "2025-01-01T00:00:00.000Z"}
+                return as_json(
+                    {key: {"key": key, "description": space.descriptions.get(key), **row} for key in space.secrets}
+                )
             case "GET", "variables":
                 return as_json({key: {"key": key, "value": value} for key, value in space.variables.items()})
             case "GET", "logs":
@@ -111,6 +124,8 @@ class SpacesStandIn:
             case "POST", "secrets" | "variables" as kind:
                 body = request.json()
                 getattr(space, kind)[body["key"]] = body["value"]
+                if kind == "secrets":
+                    space.descriptions[body["key"]] = body.get("description")
                 if space.commits:
                     self._start(space)
                 return as_json({key: {"key": key, "value": value} for key, value in space.variables.items()})
@@ -137,18 +152,20 @@ class SpacesStandIn:
                 del space.files[value["path"]]
         space.commits += 1
         self._start(space)
-        return as_json(
-            {"commitUrl": f"{request.base}/spaces/{space.id}/commit/1", "commitOid": f"{space.commits:040d}"}
-        )
+        return as_json({"commitUrl": f"{request.base}/spaces/{space.id}/commit/1", "commitOid": space.head})
 
     def _start(self, space: SpaceStandIn) -> None:
-        space.stage = "BUILDING"
-        threading.Thread(target=self._build, args=(space,), daemon=True).start()
+        if not self.lag:
+            space.stage = "BUILDING"
+        threading.Thread(target=self._build, args=(space, space.head), daemon=True).start()
 
-    def _build(self, space: SpaceStandIn) -> None:
-        time.sleep(0.3)  # so that somebody sees it building
+    def _build(self, space: SpaceStandIn, commit: str) -> None:
+        time.sleep(self.lag)
+        space.stage = "BUILDING"
+        time.sleep(self.building)  # so that somebody sees it building
         try:
-            space.stage = self.build(space)
+            stage = self.build(space)
+            space.built, space.stage = commit, stage
         except Exception as error:  # noqa: BLE001  # as on the Hub, a build that fails is the Space's stage
             space.log, space.stage = str(error), "BUILD_ERROR"
 

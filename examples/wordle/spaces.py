@@ -25,6 +25,7 @@ import httpx2
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
+from examples.wordle.space_bucket import delete_run, make_private_bucket
 from examples.wordle.space_files import ROOT, stage_environment, stage_rollouts
 from examples.wordle.space_repo import FREE, Space, SpacesFailed, ours, put, refuse_foreign
 from examples.wordle.space_wait import wait
@@ -124,7 +125,7 @@ def create(api: HfApi, plan: Plan, say: Callable[[str], None]) -> str:
         say(f"note: {plan.rollouts} gets your own token as its secret; set {SPACE_TOKEN} to one that may do less")
     for repo in (plan.environment, plan.rollouts):  # both, before anything is made
         refuse_foreign(api, repo)
-    api.create_bucket(plan.bucket, private=True, exist_ok=True)
+    make_private_bucket(api, plan.bucket)
     uploads = []
     for space in plan.spaces(keys, token):
         say(f"{space.repo}: settings and files")
@@ -144,8 +145,7 @@ def teardown(api: HfApi, plan: Plan, say: Callable[[str], None]) -> None:
             continue
         api.delete_repo(repo, repo_type="space", missing_ok=True)
         say(f"{repo}: gone")
-    api.delete_bucket(plan.bucket, missing_ok=True)
-    say(f"{plan.bucket}: gone")
+    say(delete_run(api, plan.bucket, plan.args.run))
     plan.keys_file.unlink(missing_ok=True)
     say(f"{plan.keys_file}: gone")
 

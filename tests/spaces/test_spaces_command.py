@@ -147,6 +147,15 @@ def test_the_space_has_the_token_that_this_run_names(hub, spaces):
     assert space.secrets["HF_TOKEN"] == "hf_less" and "hf_less" not in done.stdout + done.stderr
 
 
+def test_a_public_bucket_is_refused(hub, spaces):
+    hub.new_bucket("tester/wordle", private=False)
+    done = spaces("--flavor", "cpu")
+    assert done.returncode == 1 and hub.api.spaces.spaces == {}
+    assert "bucket tester/wordle: expected a private one, got a public one" in done.stderr and "--name" in done.stderr
+    hub.new_bucket("tester/other", private=True)
+    assert spaces("--flavor", "cpu", "--name", "other").returncode == 0
+
+
 @pytest.mark.parametrize("name", ["env", "rollouts"])
 def test_somebody_elses_space_is_neither_replaced_nor_deleted(hub, spaces, name):
     space = SpaceStandIn(f"tester/wordle-{name}", files={"app.py": b"theirs"}, commits=1, stage="RUNNING")
@@ -166,6 +175,20 @@ def test_a_first_run_that_was_cut_short_leaves_a_space_that_is_known(hub, spaces
     assert spaces("--flavor", "cpu").returncode == 1
     assert hub.api.spaces.spaces["tester/wordle-env"].files == {}
     assert spaces("--flavor", "cpu").returncode == 0
+
+
+def test_teardown_leaves_what_else_is_in_the_bucket(hub, spaces):
+    assert spaces("--flavor", "cpu").returncode == 0
+    files = hub.api.buckets["tester/wordle"].files
+    for path in ("run-1/a", "run-1/b/c", "run-10/a", "thesis.pdf"):
+        hub.api.buckets["tester/wordle"].put(path, 0, "0" * 64, 0.0)
+    done = spaces("--teardown", "--yes")
+    assert done.returncode == 0 and set(files) == {"run-10/a", "thesis.pdf"}
+    assert "2 objects of run-1 are gone; the bucket is kept, as it holds run-10, thesis.pdf too" in done.stderr
+    assert hub.api.spaces.spaces == {}
+
+    del files["thesis.pdf"]
+    assert spaces("--teardown", "--yes", "--run", "run-10").returncode == 0 and hub.api.buckets == {}
 
 
 @pytest.mark.parametrize("before", ["RUNNING", "BUILD_ERROR"])

@@ -1,9 +1,10 @@
 """What keeping CPU weights plain costs: tokens per second of vLLM with and without this plugin's CPU seams.
 
-    python benchmarks/cpu_plain_weights.py [--model FOLDER] [--repeats 3]
+    python benchmarks/cpu_plain_weights.py [--model FOLDER] [--dtype bfloat16] [--repeats 3]
 
 Without --model a random model of SmolLM2-135M's shape is made; speed does not depend on the values.
-Each way runs in its own process. Prints one JSON object.
+Each way runs in its own process. Decoding is timed from the moment at which every stream has its first token, so that
+no prompt is in it. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -36,15 +37,16 @@ def main() -> None:
     """Measure both ways and print them side by side."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--way", choices=("packed", "plain"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.way:
-        print(json.dumps(measure(args.model, args.way, args.repeats)))
+        print(json.dumps(measure(args.model, args.dtype, args.way, args.repeats)))
         return
     with tempfile.TemporaryDirectory() as scratch:
         model = args.model or make(Path(scratch) / "model")
-        ways = {way: child(model, way, args.repeats) for way in ("packed", "plain")}
+        ways = {way: child(model, args.dtype, way, args.repeats) for way in ("packed", "plain")}
     ratio = {k: round(ways["plain"][k] / ways["packed"][k], 3) for k in ways["packed"]}
     print(json.dumps({"tokens_per_second": ways, "plain_over_packed": ratio}, indent=1))
 
@@ -68,9 +70,10 @@ def make(folder: Path) -> Path:
     return folder
 
 
-def child(model: Path, way: str, repeats: int) -> dict[str, float]:
+def child(model: Path, dtype: str, way: str, repeats: int) -> dict[str, float]:
     """Measure one way in a process of its own."""
-    command = [sys.executable, __file__, "--model", str(model), "--way", way, "--repeats", str(repeats)]
+    options = ["--model", str(model), "--dtype", dtype, "--way", way, "--repeats", str(repeats)]
+    command = [sys.executable, __file__, *options]
     done = subprocess.run(
         command, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, text=True, check=True, timeout=1800
     )
@@ -78,7 +81,7 @@ def child(model: Path, way: str, repeats: int) -> dict[str, float]:
     return result
 
 
-def measure(model: Path, way: str, repeats: int) -> dict[str, float]:
+def measure(model: Path, dtype: str, way: str, repeats: int) -> dict[str, float]:
     """Median tokens per second: prompts read, and tokens decoded by 1 and by 8 streams."""
     from vllm import LLM
 
@@ -88,7 +91,7 @@ def measure(model: Path, way: str, repeats: int) -> dict[str, float]:
     extra = {"worker_extension_cls": EXTENSION} if way == "plain" else {}
     llm = LLM(
         str(model),
-        dtype="bfloat16",
+        dtype=dtype,
         enforce_eager=True,
         skip_tokenizer_init=True,
         max_model_len=512,
@@ -96,24 +99,39 @@ def measure(model: Path, way: str, repeats: int) -> dict[str, float]:
         enable_prefix_caching=False,
         **extra,
     )
-    speeds = {
-        "prefill": lambda: PROMPT * 8 / seconds(llm, 8, 1),
-        "decode_1_stream": lambda: NEW / seconds(llm, 1, NEW),
-        "decode_8_streams": lambda: 8 * NEW / seconds(llm, 8, NEW),
-    }
-    seconds(llm, 8, 4)
-    return {name: round(statistics.median(speed() for _ in range(repeats)), 1) for name, speed in speeds.items()}
+    speeds(llm.llm_engine)  # in vain: what is made at first use
+    runs = [speeds(llm.llm_engine) for _ in range(repeats)]
+    return {name: round(statistics.median(run[name] for run in runs), 1) for name in runs[0]}
 
 
-def seconds(llm: Any, streams: int, tokens: int) -> float:
-    """Wall time of ``streams`` greedy requests of ``tokens`` new tokens each."""
+def speeds(engine: Any) -> dict[str, float]:
+    """Of one run each with 1 and with 8 streams."""
+    (_, alone), (prefill, together) = (speed(engine, streams, NEW) for streams in (1, 8))
+    return {"prefill": prefill, "decode_1_stream": alone, "decode_8_streams": together}
+
+
+def speed(engine: Any, streams: int, tokens: int) -> tuple[float, float]:
+    """Tokens per second of greedy requests: of the prompts, and of what is decoded once all have their first token."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
-    prompts = [{"prompt_token_ids": [(7 * i + s) % 40000 + 5 for i in range(PROMPT)]} for s in range(streams)]
+    for stream in range(streams):
+        ids = [(7 * i + stream) % 40000 + 5 for i in range(PROMPT)]
+        engine.add_request(str(stream), {"prompt_token_ids": ids}, sampling)
+    made: dict[str, int] = {}
     started = time.perf_counter()
-    llm.generate(prompts, sampling, use_tqdm=False)
-    return time.perf_counter() - started
+    while len(made) < streams:
+        step(engine, made)
+    read, before = time.perf_counter(), sum(made.values())
+    while engine.has_unfinished_requests():
+        step(engine, made)
+    return PROMPT * streams / (read - started), (sum(made.values()) - before) / (time.perf_counter() - read)
+
+
+def step(engine: Any, made: dict[str, int]) -> None:
+    """One forward pass; ``made``: how many tokens each request has by then."""
+    for output in engine.step():
+        made[output.request_id] = len(output.outputs[0].token_ids)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -79,3 +82,41 @@ def test_layers_multiply_with_the_live_weight(monkeypatch: pytest.MonkeyPatch) -
             layer.weight[3, 2] += 1
         changed = layer.cpu_linear(x, layer.weight, None) != before
         assert changed[:, 3].all() and not changed[:, [0, 1, 2, 4, 5]].any()
+
+
+class Engine:
+    """Reads one prompt a step, a second each, beside which it decodes what it can, at a tenth of a second a step."""
+
+    def __init__(self) -> None:
+        self.now, self.waiting, self.made, self.wanted = 0.0, [], {}, 0
+
+    def add_request(self, name: str, prompt: object, sampling: SimpleNamespace) -> None:
+        self.waiting.append(name)
+        self.wanted = sampling.max_tokens
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting) or any(made < self.wanted for made in self.made.values())
+
+    def step(self) -> list[SimpleNamespace]:
+        self.now += 1.0 if self.waiting else 0.1
+        running = [name for name, made in self.made.items() if made < self.wanted]
+        for name in [*running, *self.waiting[:1]]:
+            self.made[name] = self.made.get(name, 0) + 1
+        self.waiting = self.waiting[1:]
+        return [
+            SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[0] * made)])
+            for name, made in self.made.items()
+        ]
+
+
+@pytest.mark.parametrize("streams", [1, 8])
+def test_the_benchmark_counts_no_prompt_as_decoding(monkeypatch: pytest.MonkeyPatch, streams: int) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import cpu_plain_weights as benchmark
+
+    engine = Engine()
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: engine.now)
+    prefill, decode = benchmark.speed(engine, streams, 64)
+    assert prefill == pytest.approx(benchmark.PROMPT)
+    made = sum(range(64 - streams, 64))  # by all streams, once the last has its first token
+    assert decode == pytest.approx(made / (63 * 0.1))

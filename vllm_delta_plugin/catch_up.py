@@ -19,6 +19,7 @@ from vllm_delta_plugin.lookout import Lookout
 from vllm_delta_plugin.ranks import kind_of
 from vllm_delta_plugin.reporter import Reporter
 from vllm_delta_plugin.status import Status
+from vllm_delta_plugin.store_clock import StoreClock
 from vllm_delta_plugin.taker import Taker
 
 _GONE = "NotFoundError"  # a rank's error: an object of the plan was deleted, by retention or by accident
@@ -43,9 +44,11 @@ class CatchUp:
         control: Control,
         lookout: Lookout,
         hold: Hold,
+        clock: StoreClock,
     ) -> None:
         self._ledger, self._live, self._status, self._report = ledger, live, status, report
         self._damaged, self._control, self._lookout, self._hold = damaged, control, lookout, hold
+        self._clock = clock
         self._fallback = Fallback(ledger, live, status, taker, damaged)
         self._anchors = AnchorTurns(ledger, live, status)
         self._searched: Hashable = None  # what the store looked like, and where that led: not searched again
@@ -91,7 +94,7 @@ class CatchUp:
         """The way there, None if it is served already; raises NO_WAY."""
         anchor = anchor or self._live.lost
         try:
-            with self._lookout.asking():
+            with self._clock.asking(f"planning the way to version {newest.version}"):
                 plan = self._ledger.plan(
                     self._live.position,
                     self._live.state_digest,

@@ -22,6 +22,7 @@ from vllm_delta_plugin.ranks import kind_of
 from vllm_delta_plugin.reporter import Reporter
 from vllm_delta_plugin.scans import Scans
 from vllm_delta_plugin.status import Status
+from vllm_delta_plugin.store_clock import StoreClock
 from vllm_delta_plugin.taker import Taker
 from vllm_delta_plugin.waiters import Waiters
 
@@ -33,15 +34,24 @@ class Coordinator:
 
     def __init__(self, config: ReplicaConfig, ledger: Ledger, live: Live, status: Status, stop: threading.Event):
         self._ledger, self._live, self.status, self._stop = ledger, live, status, stop
-        self._hold = Hold(config.retry)
-        self._report = Reporter(ledger, status, config.acknowledge, live.outputs.gap)
+        self._hold, self._store_clock = Hold(config.retry), StoreClock()
+        self._report = Reporter(ledger, status, config.acknowledge, live.outputs.gap, self._store_clock)
         self._scans = Scans(live, status, self._report, self._hold, stop)
-        self._lookout = Lookout(config, ledger, live, status, self._hold)
+        self._lookout = Lookout(config, ledger, live, status, self._hold, self._store_clock)
         taker = Taker(live, status, self._report)
         damaged = DamagedAnchors(taker, self._report)
         self._control = Control(ledger, live, status, taker, damaged, self._scans.finish_one)
         self._catch_up = CatchUp(
-            ledger, live, status, self._report, taker, damaged, self._control, self._lookout, self._hold
+            ledger,
+            live,
+            status,
+            self._report,
+            taker,
+            damaged,
+            self._control,
+            self._lookout,
+            self._hold,
+            self._store_clock,
         )
         self._waiters = Waiters()
         self._thread = threading.Thread(target=self.run, name="delta-sync", daemon=True)
@@ -140,7 +150,8 @@ class Coordinator:
         self._waiters.resolve(self.status.served.version, self.status.pinned, self.status.to_dict)
         if asking := self._waiters.for_newest():
             try:
-                newest = self._ledger.head()
+                with self._store_clock.asking("looking for the newest version"):
+                    newest = self._ledger.head()
             except Exception as error:  # noqa: BLE001  # they go on waiting, and the replica goes on following
                 self.status.note_error(error)
             else:
@@ -158,7 +169,7 @@ class Coordinator:
         self._waiters.expire(self.status.to_dict)
         self._control.expire()
         self._live.gate.expire()
-        self._lookout.complain_if_slow()
+        self._store_clock.complain_if_slow(self.status)
 
     def _note(self, error: Exception) -> None:
         """In status and counts, with a traceback in the log if it is a bug that was not seen just before."""

@@ -1,39 +1,39 @@
-"""Looking at the store: what is newest, whether it is time to do something about it, and a word if no answer comes."""
+"""Looking at the store: what is newest, and whether it is time to do something about it."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 
-from delta_sync.errors import StoreError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest
 from vllm_delta_plugin.config import ReplicaConfig
 from vllm_delta_plugin.holding import Hold
 from vllm_delta_plugin.live import Live
 from vllm_delta_plugin.status import Status
+from vllm_delta_plugin.store_clock import StoreClock
 
 BUSY_TURN = 0.05  # seconds one look may take while a scan runs or a client waits
 _TURN = 1.0  # the same while there is nothing else to do
-_SLOW_STORE = 30.0  # seconds without an answer after which status says so
 
 
 class Lookout:
-    """Used from the coordinator's thread, but for ``wake``, ``hurry`` and ``complain_if_slow``."""
+    """Used from the coordinator's thread, but for ``wake`` and ``hurry``."""
 
-    def __init__(self, config: ReplicaConfig, ledger: Ledger, live: Live, status: Status, hold: Hold) -> None:
+    def __init__(
+        self, config: ReplicaConfig, ledger: Ledger, live: Live, status: Status, hold: Hold, clock: StoreClock
+    ) -> None:
         self._config, self._ledger, self._live, self._status, self._hold = config, ledger, live, status, hold
+        self._clock = clock
         self._wake = threading.Event()  # ends a look early
-        self._asking_since: float | None = None
 
     def look(self, pinned: Manifest | None, busy: bool) -> Manifest | None:
         """The newest version if there is something to do about it; returns within a second.
 
         ``pinned``: the version to hold, if one is held; ``busy``: others wait for their turn.
         """
-        with self.asking():
+        with self._clock.asking("looking for a newer version"):
             return self._look(pinned, BUSY_TURN if busy else _TURN)
 
     def _look(self, pinned: Manifest | None, seconds: float) -> Manifest | None:
@@ -71,24 +71,3 @@ class Lookout:
         """Look at once, whatever is waited for."""
         self._hold.hurry()
         self._wake.set()
-
-    @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
-        """The store is asked meanwhile, and may take its time."""
-        self._asking_since = time.monotonic()
-        try:
-            yield
-        finally:
-            self._asking_since = None
-
-    def complain_if_slow(self) -> None:
-        """A word in status if the store has not answered for long; for another thread than the one it holds up."""
-        since = self._asking_since
-        if since is not None and time.monotonic() - since > _SLOW_STORE:
-            error = StoreError(
-                "looking for a newer version",
-                expected=f"the store's answer within {_SLOW_STORE:g} s",
-                got="none yet",
-                remedy="look at that file system or store; the old version is served meanwhile",
-            )
-            self._status.note_error(error)

@@ -17,6 +17,7 @@ from vllm_delta_plugin.live import adapter_of
 from vllm_delta_plugin.log import logger
 from vllm_delta_plugin.ranks import RankError, kind_of
 from vllm_delta_plugin.status import Refusal, Served, Status
+from vllm_delta_plugin.store_clock import StoreClock
 from vllm_delta_plugin.taken import Taken, trace_refusal
 
 _REMEMBERED = 100  # most errors of anchors that are not said again
@@ -29,8 +30,10 @@ class Reporter:
     next outputs and says how long the longest was away.
     """
 
-    def __init__(self, ledger: Ledger, status: Status, acknowledge: bool, gap: Callable[[], float | None]) -> None:
-        self._ledger, self._status, self._wanted, self._gap = ledger, status, acknowledge, gap
+    def __init__(
+        self, ledger: Ledger, status: Status, acknowledge: bool, gap: Callable[[], float | None], clock: StoreClock
+    ) -> None:
+        self._ledger, self._status, self._wanted, self._gap, self._clock = ledger, status, acknowledge, gap, clock
         self._taken: Taken | None = None  # and not acknowledged yet
         self._left_out: set[str] = set()  # what was said of anchors
 
@@ -165,6 +168,7 @@ class Reporter:
             performance=self._status.performance,
         )
         try:
-            self._ledger.acknowledge(ack)
+            with self._clock.asking("writing an acknowledgement"):
+                self._ledger.acknowledge(ack)
         except StoreError as error:
             self._status.note_error(error)

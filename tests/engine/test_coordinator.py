@@ -826,7 +826,7 @@ def test_a_bug_beside_the_coordinator_lets_no_client_wait_for_ever(
 def test_a_store_that_does_not_answer_holds_up_no_client(
     trainer: Publisher, replica_of: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_delta_plugin.lookout._SLOW_STORE", 0.3)
+    monkeypatch.setattr("vllm_delta_plugin.store_clock._SLOW", 0.3)
     trainer.origin()
     replica = replica_of().start()
     replica.wait_version(1)
@@ -844,6 +844,28 @@ def test_a_store_that_does_not_answer_holds_up_no_client(
     replica.wait("a word in status", lambda s: s["last_error"] and "none yet" in s["last_error"]["error"])
     trainer.step(1)
     gate.set()
+    replica.wait_version(2)
+
+
+def test_a_store_that_takes_no_acknowledgement_is_named(
+    trainer: Publisher, replica_of: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_delta_plugin.store_clock._SLOW", 0.3)
+    trainer.origin()
+    replica = replica_of()
+    gate = threading.Event()
+    acknowledge = replica.ledger.acknowledge
+
+    def hangs(ack: Any) -> None:
+        gate.wait(30)
+        acknowledge(ack)
+
+    monkeypatch.setattr(replica.ledger, "acknowledge", hangs)
+    replica.start()
+    replica.wait("a word in status", lambda s: s["last_error"] and "an acknowledgement" in s["last_error"]["error"])
+    assert replica.status["version"] == 1
+    gate.set()
+    trainer.step(1)
     replica.wait_version(2)
 
 

@@ -72,6 +72,7 @@ class Stager:
     def _wait(self, plan: Plan, deadline: float) -> list[Reply]:
         pause = _FIRST_POLL
         while True:
+            self._group.check()
             replies = self._main.run(lambda: self._ranks.ask("stage_poll"))
             states = [_state(rank, reply) for rank, reply in enumerate(replies)]
             if all(state == "staged" for state in states):

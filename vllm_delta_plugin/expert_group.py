@@ -23,7 +23,7 @@ from vllm_delta_plugin.group import PeerError
 from vllm_delta_plugin.mailbox import Mailbox
 from vllm_delta_plugin.main_thread import EngineBroken, MainThread, Stopped
 from vllm_delta_plugin.proof import Sums
-from vllm_delta_plugin.ranks import RankError, Reply
+from vllm_delta_plugin.ranks import Reply, kind_of
 
 T = TypeVar("T")
 _FIRST_POLL, _LONGEST_POLL = 0.002, 0.05  # seconds
@@ -86,7 +86,7 @@ class ExpertGroup:
         self._ranks: list[int] = []  # of each engine
         self._round, self._deadline = 0, 0.0
         self._base: str | None = None
-        self._answered = True
+        self._told = False  # the others know, or find by themselves, that this engine won't take this round's version
         self._armed: _Armed | None = None
         self._asked = False
         self._commits = 0  # of rounds, the same on all engines: news of damage counts until the next one only
@@ -166,7 +166,7 @@ class ExpertGroup:
     def exchange(self, parts: Sequence[Sums] | None) -> Sequence[Sums]:
         """See Group. ConflictError if engines do not stand at the same weights, or differ in what there is to do."""
         told = None if parts is None else [_plain(sums) for sums in parts]
-        self._answer({"ok": True, "base": self._base, "parts": told})
+        self._post("ready", {"base": self._base, "parts": told})
         each = self._gather(f"{self._round}/ready", "every engine to have staged the version")
         for engine, answer in enumerate(each):
             if answer["base"] != self._base or (answer["parts"] is None) != (parts is None):
@@ -178,10 +178,19 @@ class ExpertGroup:
 
     def fail(self, error: Exception) -> None:
         """See Group."""
-        kind = error.kind if isinstance(error, RankError) else type(error).__name__
-        key = getattr(error, "object_key", None)
-        if not self._answered:
-            self._answer({"ok": False, "kind": kind, "error": str(error), "object": key})
+        if self._told or isinstance(error, PeerError | ConflictError):  # a conflict is seen by each
+            return
+        self._told = True
+        kind, key = kind_of(error), getattr(error, "object_key", None)
+        self._post("failed", {"kind": kind, "error": str(error), "object": key})
+
+    def check(self) -> None:
+        """See Group."""
+        for engine in set(range(self.engines)) - {self.engine}:
+            if (letter := self._box.read(f"{self._round}/failed/{engine}")) is not None:
+                raise PeerError(engine, str(letter["kind"]), str(letter["error"]), letter["object"])
+        if self._superseded():
+            raise self._late("engine 0 to wait", "a newer round")
 
     def commit(self, main: MainThread, function: Callable[[], T]) -> T:
         """See Group."""
@@ -191,20 +200,22 @@ class ExpertGroup:
             self._wait_committed(main, armed)
         except (Stopped, EngineBroken):
             raise
-        except Exception:  # whatever stood in the way, what is armed would be committed all the same
+        except Exception as error:  # whatever stood in the way, what is armed would be committed all the same
             if main.run(lambda: self._disarm(armed)):
+                self.fail(error)  # not before: it could be committed still
                 raise
         result: T = armed.future.result()
         return result
 
     def _wait_committed(self, main: MainThread, armed: _Armed) -> None:
         """Return once it has run; SyncTimeoutError when this round is given up."""
-        self._box.post(f"{self._round}/armed/{self.engine}", True)
+        self._post("armed", True)
         deadline = time.monotonic() + self._seconds
         while not self._done(armed.future):
             if self._stop.is_set():
                 raise Stopped
-            if time.monotonic() > deadline or self._superseded():
+            self.check()
+            if time.monotonic() > deadline:
                 raise self._late("every engine to be ready to commit", "no step at which all were")
             if self.leads and self._all_armed():
                 main.run(self._steps.wake)
@@ -285,29 +296,28 @@ class ExpertGroup:
 
     def _begin(self, number: int, seconds: float) -> None:
         self._round, self._seconds = number, seconds
-        self._deadline, self._answered = time.monotonic() + seconds, False
+        self._deadline, self._told = time.monotonic() + seconds, False
 
-    def _answer(self, letter: Mapping[str, Any]) -> None:
-        self._answered = True
-        if self._superseded():  # nobody would read or burn it
-            return
-        self._box.post(f"{self._round}/ready/{self.engine}", letter)
+    def _post(self, topic: str, letter: Any) -> None:
+        if not self._superseded():  # else nobody would read or burn it
+            self._box.post(f"{self._round}/{topic}/{self.engine}", letter)
 
     def _gather(self, topic: str, what: str) -> list[Any]:
-        """Every engine's letter of this topic; PeerError for the first that reports an error."""
+        """Every engine's letter of this topic; see ``check`` for what ends it."""
         letters: dict[int, Any] = {}
         pause = _FIRST_POLL
         try:
             while True:
                 for engine in set(range(self.engines)) - set(letters):
                     if (letter := self._box.read(f"{topic}/{engine}")) is not None:
-                        letters[engine] = _checked(engine, letter)
+                        letters[engine] = letter
                 self._missing = sorted(set(range(self.engines)) - set(letters))
                 if not self._missing:
                     return [letters[engine] for engine in range(self.engines)]
                 if self._stop.is_set():
                     raise Stopped
-                if time.monotonic() > self._deadline or self._superseded():
+                self.check()
+                if time.monotonic() > self._deadline:
                     raise self._late(what, f"no answer from engines {self._missing}")
                 time.sleep(pause)
                 pause = min(_LONGEST_POLL, pause * 1.5)
@@ -315,6 +325,7 @@ class ExpertGroup:
             self._missing = []
 
     def _late(self, what: str, got: str) -> SyncTimeoutError:
+        self._told = True  # everybody has a clock
         what_of = f"version in round {self._round} of {self.engines} engines that share experts"
         remedy = "look at those engines' status and log; the old version is served meanwhile"
         return SyncTimeoutError(what_of, expected=f"{what} within {self._seconds:g} s", got=got, remedy=remedy)
@@ -347,14 +358,8 @@ class ExpertGroup:
             return
         self._box.burn(f"{number}/proposal")
         for engine in range(self.engines):
-            for topic in ("ready", "armed"):
+            for topic in ("ready", "armed", "failed"):
                 self._box.burn(f"{number}/{topic}/{engine}")
-
-
-def _checked(engine: int, letter: Any) -> Any:
-    if isinstance(letter, Mapping) and not letter["ok"]:
-        raise PeerError(engine, str(letter["kind"]), str(letter["error"]), letter["object"])
-    return letter
 
 
 def _plain(sums: Sums) -> dict[str, int]:

@@ -49,7 +49,10 @@ class Group(Protocol):
         """
 
     def fail(self, error: Exception) -> None:
-        """Tell the others that this engine won't be ready, unless it has told them something already."""
+        """Tell the others, at any time, that this engine won't take the plan; once, and not what they told it."""
+
+    def check(self) -> None:
+        """PeerError if another engine won't take the plan, SyncTimeoutError if it was given up: why go on?"""
 
     def commit(self, main: MainThread, function: Callable[[], T]) -> T:
         """Run ``function`` on the engine's thread between the same two steps as the others; SyncTimeoutError."""
@@ -92,6 +95,9 @@ class Alone:
         return parts or ()
 
     def fail(self, error: Exception) -> None:
+        """See Group."""
+
+    def check(self) -> None:
         """See Group."""
 
     def commit(self, main: MainThread, function: Callable[[], T]) -> T:

@@ -7,6 +7,7 @@ from delta_sync.plan import Plan
 from vllm_delta_plugin.engine_commit import RolledBack
 from vllm_delta_plugin.engine_load import TOO_LARGE
 from vllm_delta_plugin.engine_stage import Staged
+from vllm_delta_plugin.group import PeerError
 from vllm_delta_plugin.live import Live
 from vllm_delta_plugin.log import logger
 from vllm_delta_plugin.ranks import RankError
@@ -61,7 +62,7 @@ class Taker:
             self._live.drop()
             self._live.request_audit()
             raise
-        except SyncTimeoutError:  # an engine that shares experts was late
+        except (SyncTimeoutError, PeerError):  # an engine that shares experts was late, or failed
             self._live.drop()
             raise
         finally:

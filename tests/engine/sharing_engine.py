@@ -24,7 +24,7 @@ import torch
 from engine_fakes import ANSWER, SHAPES, Rank
 from vllm.config import ParallelConfig
 
-from delta_sync.errors import NotFoundError
+from delta_sync.errors import NotFoundError, StoreError
 from delta_sync.ledger import Ledger
 from delta_sync.store.base import ObjectInfo
 from delta_sync.store.local import LocalStore
@@ -33,6 +33,7 @@ from vllm_delta_plugin import engine_core
 from vllm_delta_plugin.compat.lockstep import Lockstep
 from vllm_delta_plugin.config import ReplicaConfig
 from vllm_delta_plugin.engine_core import DeltaSync, EngineFacts
+from vllm_delta_plugin.expert_group import ExpertGroup
 
 dist: Any = torch.distributed  # of which torch exports half for type checkers
 INTERVAL = 8  # steps between two meetings
@@ -154,6 +155,14 @@ def main() -> None:
     config = ReplicaConfig(run, replica="r", retry=0.5, poll=0.01, audit_period=1e9, **settings["config"])
     facts = EngineFacts("m", "bfloat16", "processed_logprobs", engine)
     stop = threading.Event()
+    arm = ExpertGroup.commit
+
+    def commit(group: ExpertGroup, *args: Any) -> Any:
+        if "arm" in rank.fail:
+            raise StoreError("it can't be armed")
+        return arm(group, *args)
+
+    ExpertGroup.commit = commit  # type: ignore[method-assign]
     sync = DeltaSync(config, facts, rpc, lambda: core.inputs.put(None), lambda *_: None, Lockstep(core))  # type: ignore[arg-type]
     sync.start()
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,14 @@ import pytest
 import torch
 from helpers.server import free_port
 
+from delta_sync.errors import StoreError
 from vllm_delta_plugin import expert_group
+from vllm_delta_plugin.engine_stage import Stager
 from vllm_delta_plugin.expert_group import ExpertGroup
+from vllm_delta_plugin.group import PeerError
 from vllm_delta_plugin.mailbox import Mailbox
+from vllm_delta_plugin.proof import Layout
+from vllm_delta_plugin.ranks import RankError, Ranks, is_transient
 
 dist: Any = torch.distributed
 SECONDS = 2.0  # after which the store's own waits end
@@ -63,6 +69,9 @@ class Steps:
 
 
 MAIN: Any = SimpleNamespace(run=lambda function: function())
+PLAN: Any = SimpleNamespace(
+    target=SimpleNamespace(version=7, sha256="a" * 64), start="position", anchor=None, deltas=()
+)
 
 
 @pytest.mark.parametrize("size", [1, 3 << 20])
@@ -122,16 +131,47 @@ def test_a_proposal_that_failed_half_way_does_not_put_the_rounds_out_of_step(sto
 
     leader = ExpertGroup(Steps(Between(store, fail), engine=0), threading.Event(), 5.0)
     follower = ExpertGroup(Steps(store, engine=1), threading.Event(), 5.0)
-    plan: Any = SimpleNamespace(
-        target=SimpleNamespace(version=7, sha256="a" * 64), start="position", anchor=None, deltas=()
-    )
     with pytest.raises(RuntimeError, match="no"):
-        leader.open(plan, "base")
+        leader.open(PLAN, "base")
     failing = False
-    leader.open(plan, "base")
+    leader.open(PLAN, "base")
     proposal = follower.proposed()
     assert proposal is not None
     assert (proposal.round, proposal.version) == (leader.shown()["group"]["round"], 7)
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_who_fails_after_all_were_ready_is_waited_for_no_longer(store: Any, guilty: int) -> None:
+    groups = [ExpertGroup(Steps(store, engine), threading.Event(), 30.0) for engine in range(2)]
+    groups[0].open(PLAN, "base")
+    assert groups[1].proposed() is not None
+    groups[1].open(PLAN, "base")
+    with ThreadPoolExecutor() as threads:
+        for ready in [threads.submit(group.exchange, [{}]) for group in groups]:
+            assert ready.result(10) == [{}, {}]
+        ran: list[int] = []
+        waits = threads.submit(groups[1 - guilty].commit, MAIN, lambda: ran.append(1))
+        groups[guilty].fail(StoreError("the disk is full"))
+        with pytest.raises(PeerError, match=f"engine {guilty}: the disk is full") as told:
+            waits.result(10)
+    assert is_transient(told.value), "no refusal"
+    for group in groups:
+        group.meet()
+    assert not ran
+
+
+def test_who_fails_is_heard_of_while_others_still_stage(store: Any) -> None:
+    groups = [ExpertGroup(Steps(store, engine), threading.Event(), 30.0) for engine in range(2)]
+    groups[0].open(PLAN, "base")
+    assert groups[1].proposed() is not None
+    groups[1].fail(RankError(0, "FormatError", "no delta", "deltas/7"))
+    staging: Any = [{"ok": True, "error": None, "state": "staging"}]
+    stager = Stager(MAIN, Ranks(lambda *_, **__: staging), 30.0, groups[0])
+    began = time.monotonic()
+    with pytest.raises(PeerError, match="engine 1: rank 0: no delta") as told:
+        stager.stage(PLAN, Layout({}, []), [])
+    assert (told.value.kind, told.value.object_key) == ("FormatError", "deltas/7")
+    assert time.monotonic() - began < 10
 
 
 def test_answers_to_commands_do_not_pile_up(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:

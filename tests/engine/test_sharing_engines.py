@@ -338,3 +338,17 @@ def test_a_command_is_answered_in_time_during_a_round(engines_of: Callable[..., 
     assert [answer["code"] for answer in answers] == [504, 504]
     engines.each[1].ask(may_stage=True)
     engines.wait_version(version)
+
+
+def test_what_follows_readiness_fails_for_all_at_once(engines_of: Callable[..., Engines]) -> None:
+    engines = engines_of(fail={"1": ["arm"]})  # and stage_timeout is far longer than a test
+    engines.wait_version(1)
+    old = copy(engines.trainer.weights)
+    version = engines.publish()
+    found = engines.wait("an error", lambda status: status["last_error"])
+    assert "engine 1: it can't be armed" in found[0]["last_error"]["error"]
+    assert [status["version"] for status in found] == [1, 1]
+    engines.assert_live(old)
+    engines.each[1].ask(fail=[])
+    engines.wait_version(version)
+    engines.assert_live(engines.trainer.weights)

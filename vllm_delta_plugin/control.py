@@ -17,6 +17,7 @@ from delta_sync.plan import Plan, Position
 from delta_sync.way_back import plan_back
 from vllm_delta_plugin.damaged_anchors import NO_WAY, DamagedAnchors
 from vllm_delta_plugin.engine_commit import RolledBack
+from vllm_delta_plugin.group import ALONE, Group
 from vllm_delta_plugin.live import Live
 from vllm_delta_plugin.log import logger
 from vllm_delta_plugin.ranks import RankError, is_transient
@@ -47,9 +48,10 @@ class Control:
         taker: Taker,
         damaged: DamagedAnchors,
         scan: Callable[[], None],
+        group: Group = ALONE,
     ) -> None:
         self._ledger, self._live, self._status, self._scan = ledger, live, status, scan
-        self._taker, self._damaged = taker, damaged
+        self._taker, self._damaged, self._group = taker, damaged, group
         self._queue: deque[_Command] = deque()
         self._lock = threading.Lock()
         self.target: Manifest | None = None  # the version to hold; None: whatever is newest
@@ -186,7 +188,9 @@ class Control:
 
     def _hold(self, target: Manifest | None) -> None:
         self.target = target
-        self._status.update(pinned=None if target is None else target.version)
+        pinned = None if target is None else target.version
+        self._status.update(pinned=pinned)
+        self._group.hold(pinned)
 
     def _answer(self, code: int, error: str | None = None) -> dict[str, Any]:
         return {"ok": code == 200, "code": code, "error": error, "status": self._status.to_dict()}

@@ -13,6 +13,7 @@ from vllm_delta_plugin.config import ReplicaConfig
 from vllm_delta_plugin.control import Control
 from vllm_delta_plugin.damaged_anchors import NO_WAY, DamagedAnchors
 from vllm_delta_plugin.engine_commit import RolledBack
+from vllm_delta_plugin.group import ALONE, Group
 from vllm_delta_plugin.holding import Hold
 from vllm_delta_plugin.live import Live
 from vllm_delta_plugin.log import logger
@@ -32,7 +33,15 @@ _TICK = 0.1  # seconds between two looks at the clients' deadlines
 class Coordinator:
     """One per engine; ``start`` runs it in a daemon thread until ``stop`` is called."""
 
-    def __init__(self, config: ReplicaConfig, ledger: Ledger, live: Live, status: Status, stop: threading.Event):
+    def __init__(
+        self,
+        config: ReplicaConfig,
+        ledger: Ledger,
+        live: Live,
+        status: Status,
+        stop: threading.Event,
+        group: Group = ALONE,
+    ) -> None:
         self._ledger, self._live, self.status, self._stop = ledger, live, status, stop
         self._hold, self._store_clock = Hold(config.retry), StoreClock()
         self._report = Reporter(ledger, status, config.acknowledge, live.outputs.gap, self._store_clock)
@@ -40,7 +49,7 @@ class Coordinator:
         self._lookout = Lookout(config, ledger, live, status, self._hold, self._store_clock)
         taker = Taker(live, status, self._report)
         damaged = DamagedAnchors(taker, self._report)
-        self._control = Control(ledger, live, status, taker, damaged, self._scans.finish_one)
+        self._control = Control(ledger, live, status, taker, damaged, self._scans.finish_one, group)
         self._catch_up = CatchUp(
             ledger,
             live,

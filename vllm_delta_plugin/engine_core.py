@@ -74,7 +74,7 @@ class DeltaSync:
             raise MappingError("replicated weights", expected="equal on all ranks after loading", got="different bits")
         self._status.served.state_digest = live.state_digest
         ledger = Ledger(store, for_model(live.tensor_count), keys=keys, acks=acks)
-        self._coordinator = Coordinator(config, ledger, live, self._status, self._stop)
+        self._coordinator = Coordinator(config, ledger, live, self._status, self._stop, self._group)
         if group is not None:
             group.keeps_refusal = self._status.keeps_refusal
             if not group.leads:

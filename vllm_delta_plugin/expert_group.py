@@ -92,6 +92,7 @@ class ExpertGroup:
         self._commits = 0  # of rounds, the same on all engines: news of damage counts until the next one only
         self._damages = [0] * self.engines  # read so far, or written
         self._orders: deque[str] = deque()  # whose answers are not burnt yet
+        self._holds = 0  # read so far
         self._missing: list[int] = []
         self._committed_at: tuple[int, int] | None = None
         self.keeps_refusal: Callable[[], bool] = lambda: False
@@ -274,13 +275,27 @@ class ExpertGroup:
 
     # -- operators' commands -------------------------------------------------------------------
 
+    def hold(self, version: int | None) -> None:
+        """See Group; of engine 0."""
+        number = self._box.count("hold") + 1  # as in open
+        self._box.post(f"hold/{number}", {"version": version})
+        self._box.count("hold", 1)
+        self._box.burn(f"hold/{number - 2}")
+
+    def held(self) -> Mapping[str, Any] | None:
+        """Of the others: the newest such ``version``, once."""
+        newest = self._box.count("hold")
+        letter: Mapping[str, Any] | None = self._box.read(f"hold/{newest}") if newest > self._holds else None
+        if letter is not None:
+            self._holds = newest
+        return letter
+
     def post_when_done(self, future: Future[dict[str, Any]], order: str) -> None:
-        """Of engine 0: let the others know what comes of an operator's command, which each of them got too."""
+        """Of engine 0: let the others know how an operator's command, which each of them got too, is answered."""
 
         def post(done: Future[dict[str, Any]]) -> None:
             answer = done.result()
-            told = {name: answer[name] for name in ("ok", "code", "error")}
-            self._box.post(f"answer/{order}", {**told, "pinned": answer["status"]["pinned"]})
+            self._box.post(f"answer/{order}", {name: answer[name] for name in ("ok", "code", "error")})
             self._orders.append(order)
             if len(self._orders) > _KEPT_ANSWERS:
                 self._box.burn(f"answer/{self._orders.popleft()}")

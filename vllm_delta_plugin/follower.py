@@ -49,7 +49,7 @@ class Follower(Coordinator):
         stop: threading.Event,
         group: ExpertGroup,
     ) -> None:
-        super().__init__(config, ledger, live, status, stop)
+        super().__init__(config, ledger, live, status, stop, group)
         self._group, self._taker = group, Taker(live, status, self._report)
         self._waiting: list[_Waiting] = []
         self._lock = threading.Lock()
@@ -63,6 +63,7 @@ class Follower(Coordinator):
 
     def turn(self) -> None:
         """See Coordinator.turn."""
+        self._hold_as_engine_0()
         self._serve_waiters()
         self._scans.step()
         self._answer_commands()
@@ -79,7 +80,8 @@ class Follower(Coordinator):
         try:
             if proposal.start != "back":
                 self.status.saw(proposal.version)
-            plan = self._way(proposal)
+            with self._store_clock.asking(f"planning the way to version {proposal.version}"):
+                plan = self._way(proposal)
             with self.status.keeping_refusal() if proposal.keeps_refusal else contextlib.nullcontext():
                 self._taker.take(plan)
         except RolledBack:
@@ -142,15 +144,21 @@ class Follower(Coordinator):
                     ) from error
             pause = min(_LONGEST_LOOK, pause * 1.5)
 
+    def _hold_as_engine_0(self) -> None:
+        """Whatever became of the order's answer: an order that was too late for it is carried out all the same."""
+        if (held := self._group.held()) is not None:
+            self.status.update(pinned=held["version"])
+
     def _answer_commands(self) -> None:
         for waiting in list(self._waiting):
             if (answer := self._group.answer(waiting.order)) is not None:
+                self._hold_as_engine_0()  # which was told before the answer
                 self._finish(waiting, answer)
 
     def _expire(self) -> None:
         """See Coordinator; commands too, however long a round takes."""
         super()._expire()
-        late = {"ok": False, "code": 504, "error": "engine 0 has not answered yet: look at its status"}
+        late = {"ok": False, "code": 504, "error": "no answer from engine 0 was seen here yet: look at its status"}
         for waiting in list(self._waiting):
             if time.monotonic() > waiting.deadline:
                 self._finish(waiting, late)
@@ -161,6 +169,4 @@ class Follower(Coordinator):
             if waiting not in self._waiting:
                 return
             self._waiting.remove(waiting)
-        if answer["ok"]:
-            self.status.update(pinned=answer["pinned"])
         waiting.future.set_result({**answer, "status": self.status.to_dict()})

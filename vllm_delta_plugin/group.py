@@ -66,6 +66,9 @@ class Group(Protocol):
     def damage(self, sums: Sequence[Sums]) -> tuple[Sequence[Sums], IntegrityError, bool] | None:
         """Such news of another engine: all ranks' sums with what it found, its error, whether its copies differ."""
 
+    def hold(self, version: int | None) -> None:
+        """Tell the others at which version an operator holds all; None: at none."""
+
     def shown(self) -> Mapping[str, Any]:
         """What status says of it."""
 
@@ -115,6 +118,9 @@ class Alone:
     def damage(self, sums: Sequence[Sums]) -> tuple[Sequence[Sums], IntegrityError, bool] | None:
         """See Group."""
         return None
+
+    def hold(self, version: int | None) -> None:
+        """See Group."""
 
     def shown(self) -> Mapping[str, Any]:
         """See Group."""

@@ -174,6 +174,27 @@ def test_who_fails_is_heard_of_while_others_still_stage(store: Any) -> None:
     assert time.monotonic() - began < 10
 
 
+def test_the_newest_pin_is_told_once_even_after_one_that_could_not_be(store: Any) -> None:
+    failing = True
+
+    def fail(name: str, key: str) -> None:
+        if failing and name == "set":
+            raise RuntimeError("no")
+
+    leader = ExpertGroup(Steps(Between(store, fail), engine=0), threading.Event(), 5.0)
+    follower = ExpertGroup(Steps(store, engine=1), threading.Event(), 5.0)
+    assert follower.held() is None
+    with pytest.raises(RuntimeError, match="no"):
+        leader.hold(1)
+    failing = False
+    for version in (2, None, 3):
+        leader.hold(version)
+    assert follower.held() == {"version": 3}
+    assert follower.held() is None
+    leader.hold(None)
+    assert follower.held() == {"version": None}
+
+
 def test_answers_to_commands_do_not_pile_up(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_group, "_KEPT_ANSWERS", 2)
     group = ExpertGroup(Steps(store, engine=0), threading.Event(), 5.0)

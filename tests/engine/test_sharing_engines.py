@@ -338,6 +338,7 @@ def test_a_command_is_answered_in_time_during_a_round(engines_of: Callable[..., 
     assert [answer["code"] for answer in answers] == [504, 504]
     engines.each[1].ask(may_stage=True)
     engines.wait_version(version)
+    engines.wait("what is carried out late", lambda status: status["pinned"] == version)
 
 
 def test_what_follows_readiness_fails_for_all_at_once(engines_of: Callable[..., Engines]) -> None:

@@ -76,7 +76,7 @@ class DeltaSync:
         ledger = Ledger(store, for_model(live.tensor_count), keys=keys, acks=acks)
         self._coordinator = Coordinator(config, ledger, live, self._status, self._stop, self._group)
         if group is not None:
-            group.keeps_refusal = self._status.keeps_refusal
+            group.keeps_refusal, group.newest = self._status.keeps_refusal, lambda: self._status.newest_version
             if not group.leads:
                 self._coordinator = Follower(config, ledger, live, self._status, self._stop, group)
 

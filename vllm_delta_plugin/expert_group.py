@@ -65,6 +65,7 @@ class Proposal:
     folds: bool
     seconds: float  # until this round is given up
     keeps_refusal: bool  # a newer version stays refused
+    newest: int | None  # version that engine 0 has seen, and may not want
 
 
 @dataclass
@@ -96,6 +97,7 @@ class ExpertGroup:
         self._missing: list[int] = []
         self._committed_at: tuple[int, int] | None = None
         self.keeps_refusal: Callable[[], bool] = lambda: False
+        self.newest: Callable[[], int | None] = lambda: None
         steps.meet_at(self.meet)
 
     @property
@@ -148,7 +150,8 @@ class ExpertGroup:
         target, folds = plan.target, any(not hasattr(step, "parent") for step in plan.deltas)
         anchor = None if plan.anchor is None else (plan.anchor.version, plan.anchor.epoch)
         place = (self._round, target.version, target.sha256, plan.start, anchor, folds)
-        self._box.post(f"{self._round}/proposal", asdict(Proposal(*place, self._seconds, self.keeps_refusal())))
+        proposal = Proposal(*place, self._seconds, self.keeps_refusal(), self.newest())
+        self._box.post(f"{self._round}/proposal", asdict(proposal))
         self._box.count("round", 1)
         self._tidy(self._round - 2)
 

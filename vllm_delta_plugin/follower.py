@@ -78,8 +78,8 @@ class Follower(Coordinator):
     def _take_proposed(self, proposal: Proposal) -> None:
         plan = None
         try:
-            if proposal.start != "back":
-                self.status.saw(proposal.version)
+            if proposal.newest is not None:
+                self.status.saw(proposal.newest)
             with self._store_clock.asking(f"planning the way to version {proposal.version}"):
                 plan = self._way(proposal)
             with self.status.keeping_refusal() if proposal.keeps_refusal else contextlib.nullcontext():

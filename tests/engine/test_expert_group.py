@@ -208,5 +208,5 @@ def test_answers_to_commands_do_not_pile_up(store: Any, monkeypatch: pytest.Monk
 def _proposal() -> dict[str, Any]:
     return {
         "round": 1, "version": 7, "manifest": "a" * 64, "start": "position", "anchor": None, "folds": False,
-        "seconds": 5.0, "keeps_refusal": False,
+        "seconds": 5.0, "keeps_refusal": False, "newest": 7,
     }  # fmt: skip

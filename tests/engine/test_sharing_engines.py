@@ -296,6 +296,18 @@ def test_an_anchor_too_large_to_stage_is_refused_by_name(engines_of: Callable[..
     engines.assert_live(engines.trainer.weights)
 
 
+def test_what_is_newest_is_the_same_on_all_whatever_is_taken(engines_of: Callable[..., Engines]) -> None:
+    """Else the followers' lag would be none, and they ready, while they hold or fall back to something older."""
+    engines = engines_of()
+    for _ in range(2):
+        newest = engines.publish()
+    engines.wait_version(newest)
+    for order, (action, version) in enumerate((("rollback", 1), ("pin", 2))):
+        engines.all(control=[action, version], order=f"order {order}")
+        found = engines.wait_version(version)
+        assert [status["newest_version"] for status in found] == [newest, newest]
+
+
 def test_damage_that_a_round_healed_before_the_others_heard_of_it_is_no_damage_any_more(
     engines_of: Callable[..., Engines],
 ) -> None:

@@ -44,7 +44,7 @@ class Coordinator:
     ) -> None:
         self._ledger, self._live, self.status, self._stop = ledger, live, status, stop
         self._hold, self._store_clock = Hold(config.retry), StoreClock()
-        self._report = Reporter(ledger, status, config.acknowledge, live.outputs.gap, self._store_clock)
+        self._report = Reporter(ledger, status, config.acknowledge, live.outputs.gap, self._store_clock, group)
         self._scans = Scans(live, status, self._report, self._hold, stop)
         self._lookout = Lookout(config, ledger, live, status, self._hold, self._store_clock)
         taker = Taker(live, status, self._report)

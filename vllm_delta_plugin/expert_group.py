@@ -93,7 +93,7 @@ class ExpertGroup:
         self._commits = 0  # of rounds, the same on all engines: news of damage counts until the next one only
         self._damages = [0] * self.engines  # read so far, or written
         self._orders: deque[str] = deque()  # whose answers are not burnt yet
-        self._holds = 0  # read so far
+        self._heard: dict[str, int] = {}  # of each topic, how many times engine 0 has said something
         self._missing: list[int] = []
         self._committed_at: tuple[int, int] | None = None
         self.keeps_refusal: Callable[[], bool] = lambda: False
@@ -276,21 +276,38 @@ class ExpertGroup:
                     return self._with(sums, engine, letter["found"]), error, letter["copies_differ"]
         return None
 
-    # -- operators' commands -------------------------------------------------------------------
+    # -- what engine 0 decides -----------------------------------------------------------------
 
     def hold(self, version: int | None) -> None:
-        """See Group; of engine 0."""
-        number = self._box.count("hold") + 1  # as in open
-        self._box.post(f"hold/{number}", {"version": version})
-        self._box.count("hold", 1)
-        self._box.burn(f"hold/{number - 2}")
+        """See Group."""
+        self._say("hold", {"version": version})
+
+    def refuse(self, refusal: Mapping[str, Any] | None) -> None:
+        """See Group."""
+        self._say("refusal", {"refusal": refusal})
+
+    def _say(self, topic: str, letter: Mapping[str, Any]) -> None:
+        if not self.leads:
+            return
+        number = self._box.count(topic) + 1  # as in open
+        self._box.post(f"{topic}/{number}", letter)
+        self._box.count(topic, 1)
+        self._box.burn(f"{topic}/{number - 2}")
 
     def held(self) -> Mapping[str, Any] | None:
-        """Of the others: the newest such ``version``, once."""
-        newest = self._box.count("hold")
-        letter: Mapping[str, Any] | None = self._box.read(f"hold/{newest}") if newest > self._holds else None
+        """Of the others: the newest ``version`` that is held, once."""
+        return self._hear("hold")
+
+    def refused(self) -> Mapping[str, Any] | None:
+        """Of the others: the newest ``refusal``, once."""
+        return self._hear("refusal")
+
+    def _hear(self, topic: str) -> Mapping[str, Any] | None:
+        newest = self._box.count(topic)
+        is_new = newest > self._heard.get(topic, 0)
+        letter: Mapping[str, Any] | None = self._box.read(f"{topic}/{newest}") if is_new else None
         if letter is not None:
-            self._holds = newest
+            self._heard[topic] = newest
         return letter
 
     def post_when_done(self, future: Future[dict[str, Any]], order: str) -> None:

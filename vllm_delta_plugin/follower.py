@@ -7,10 +7,10 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from delta_sync.errors import ChainError, ConflictError, DeltaSyncError, StoreError
+from delta_sync.errors import ChainError, DeltaSyncError, StoreError
 from delta_sync.ledger import AnchorRef, Ledger
 from delta_sync.manifest import Manifest
 from delta_sync.plan import Plan
@@ -21,8 +21,7 @@ from vllm_delta_plugin.coordinator import Coordinator
 from vllm_delta_plugin.engine_commit import RolledBack
 from vllm_delta_plugin.expert_group import ExpertGroup, Proposal
 from vllm_delta_plugin.live import Live
-from vllm_delta_plugin.ranks import is_transient
-from vllm_delta_plugin.status import Status
+from vllm_delta_plugin.status import Refusal, Status
 from vllm_delta_plugin.taker import Taker
 
 _LOOK = 0.02  # seconds between two looks for a proposal
@@ -51,6 +50,7 @@ class Follower(Coordinator):
     ) -> None:
         super().__init__(config, ledger, live, status, stop, group)
         self._group, self._taker = group, Taker(live, status, self._report)
+        self._audited: str | None = None  # manifest of the version that an audit was made because of
         self._waiting: list[_Waiting] = []
         self._lock = threading.Lock()
 
@@ -64,6 +64,7 @@ class Follower(Coordinator):
     def turn(self) -> None:
         """See Coordinator.turn."""
         self._hold_as_engine_0()
+        self._refuse_as_engine_0()
         self._serve_waiters()
         self._scans.step()
         self._answer_commands()
@@ -73,6 +74,7 @@ class Follower(Coordinator):
         proposal = self._group.proposed()
         if proposal is not None:
             self._scans.step()  # other engines' news came before what is proposed because of it
+            self._refuse_as_engine_0()  # and so did this
             self._take_proposed(proposal)
 
     def _take_proposed(self, proposal: Proposal) -> None:
@@ -88,12 +90,10 @@ class Follower(Coordinator):
             return  # reported; engine 0 tries again
         except DeltaSyncError as error:
             self._group.fail(error)
-            if plan is None or is_transient(error) or isinstance(error, ConflictError):
-                self.status.note_error(error)
-            else:
-                news = self._report.refused(plan, error, str(error))
-                if news and is_of_sums(error):
-                    self._live.request_audit()
+            self.status.note_error(error)  # whether that is a refusal engine 0 decides, who may know another way
+            if is_of_sums(error) and proposal.manifest != self._audited:
+                self._live.request_audit()
+                self._audited = proposal.manifest
         except Exception as error:
             self._group.fail(error)
             raise
@@ -148,6 +148,16 @@ class Follower(Coordinator):
         """Whatever became of the order's answer: an order that was too late for it is carried out all the same."""
         if (held := self._group.held()) is not None:
             self.status.update(pinned=held["version"])
+
+    def _refuse_as_engine_0(self) -> None:
+        if (told := self._group.refused()) is None:
+            return
+        if told["refusal"] is None:
+            self._report.nothing_refused()
+            return
+        refusal = Refusal(**told["refusal"])
+        error = refusal.error if refusal.error.startswith("engine ") else f"engine 0: {refusal.error}"
+        self._report.refuse(replace(refusal, error=error))
 
     def _answer_commands(self) -> None:
         for waiting in list(self._waiting):

@@ -69,6 +69,9 @@ class Group(Protocol):
     def hold(self, version: int | None) -> None:
         """Tell the others at which version an operator holds all; None: at none."""
 
+    def refuse(self, refusal: Mapping[str, Any] | None) -> None:
+        """Tell the others what is refused from now on; None: nothing any more."""
+
     def shown(self) -> Mapping[str, Any]:
         """What status says of it."""
 
@@ -120,6 +123,9 @@ class Alone:
         return None
 
     def hold(self, version: int | None) -> None:
+        """See Group."""
+
+    def refuse(self, refusal: Mapping[str, Any] | None) -> None:
         """See Group."""
 
     def shown(self) -> Mapping[str, Any]:

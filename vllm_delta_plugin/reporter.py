@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import cast
 
 from delta_sync.ack import Ack, State
@@ -13,6 +14,7 @@ from delta_sync.manifest import Manifest
 from delta_sync.plan import Plan, Position
 from vllm_delta_plugin.engine_load import Loaded
 from vllm_delta_plugin.engine_stage import Staged
+from vllm_delta_plugin.group import Group
 from vllm_delta_plugin.live import adapter_of
 from vllm_delta_plugin.log import logger
 from vllm_delta_plugin.ranks import RankError, kind_of
@@ -31,9 +33,16 @@ class Reporter:
     """
 
     def __init__(
-        self, ledger: Ledger, status: Status, acknowledge: bool, gap: Callable[[], float | None], clock: StoreClock
+        self,
+        ledger: Ledger,
+        status: Status,
+        acknowledge: bool,
+        gap: Callable[[], float | None],
+        clock: StoreClock,
+        group: Group,
     ) -> None:
         self._ledger, self._status, self._wanted, self._gap, self._clock = ledger, status, acknowledge, gap, clock
+        self._group = group
         self._taken: Taken | None = None  # and not acknowledged yet
         self._left_out: set[str] = set()  # what was said of anchors
 
@@ -79,7 +88,7 @@ class Reporter:
         guilty = next((m for m in plan.deltas if any(o.key == key for o in m.objects)), plan.target)
         sha256 = guilty.sha256 if isinstance(guilty, Manifest) else guilty.manifest
         target = plan.target
-        new = self._refuse(Refusal(guilty.version, sha256, key, kind, text))
+        new = self.refuse(Refusal(guilty.version, sha256, key, kind, text))
         if new:
             trace_refusal(target, self._status.sighting(target.version), self._status.facts.replica, kind)
         return new
@@ -87,6 +96,7 @@ class Reporter:
     def nothing_refused(self) -> None:
         """The newest version is served; if one is refused still, it is not there any more."""
         if self._status.accept():
+            self._group.refuse(None)
             self._acknowledge()
 
     def passed_by(self, plan: Plan, error: DeltaSyncError) -> None:
@@ -109,11 +119,11 @@ class Reporter:
 
     def no_way(self, newest: Manifest, error: DeltaSyncError) -> None:
         """No plan leads to the newest version."""
-        self._refuse(Refusal(newest.version, newest.sha256, None, type(error).__name__, str(error)))
+        self.refuse(Refusal(newest.version, newest.sha256, None, type(error).__name__, str(error)))
 
     def unreadable(self, newest: Position, error: DeltaSyncError) -> None:
         """The newest version's manifest can't be read or is not the one it should be."""
-        self._refuse(Refusal(newest.version, newest.manifest, None, type(error).__name__, str(error)))
+        self.refuse(Refusal(newest.version, newest.manifest, None, type(error).__name__, str(error)))
 
     def poisoned(self, error: DeltaSyncError, state_digest: str | None) -> None:
         """Live memory is not what was proven."""
@@ -142,9 +152,11 @@ class Reporter:
         taken.trace(self._status.facts.replica, gap)
         self._acknowledge()
 
-    def _refuse(self, refusal: Refusal) -> bool:
+    def refuse(self, refusal: Refusal) -> bool:
         """Whether it is news."""
-        new = self._status.refuse(refusal)
+        before, new = self._status.refusal, self._status.refuse(refusal)
+        if (now := self._status.refusal) is not None and now != before:
+            self._group.refuse(asdict(now))
         if new:
             self._status.measures.failed(refusal.kind)
             self._acknowledge()

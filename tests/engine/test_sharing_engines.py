@@ -308,6 +308,26 @@ def test_what_is_newest_is_the_same_on_all_whatever_is_taken(engines_of: Callabl
         assert [status["newest_version"] for status in found] == [newest, newest]
 
 
+def test_only_what_engine_0_refuses_is_refused(engines_of: Callable[..., Engines]) -> None:
+    """Not what an order fails at, nor what is tried in the place of a refused version."""
+    engines = engines_of(fail={"1": ["stage"]})
+    engines.wait_version(1)
+    assert [answer["code"] for answer in engines.all(control=["pin", None], order="order 0")] == [200, 200]
+    for _ in range(2):
+        newest = engines.publish()
+    answers = engines.all(control=["pin", 2], order="order 1")
+    assert [answer["code"] for answer in answers] == [409, 409]
+    assert [(status["refusal"], status["refusals"]) for status in engines.all()] == [(None, 0)] * 2
+    engines.all(control=["unpin", None], order="order 2")
+    engines.wait("a refusal", lambda status: status["refusal"])
+    engines.wait("a look at version 2", lambda status: status["group"]["round"] >= 4)
+    engines.wait("the same", lambda status: status["refusal"]["version"] == newest)
+    assert [status["refusals"] for status in engines.all()] == [1, 1]
+    engines.each[1].ask(fail=[])
+    found = engines.wait_version(newest)
+    assert [status["refusal"] for status in found] == [None, None]
+
+
 def test_damage_that_a_round_healed_before_the_others_heard_of_it_is_no_damage_any_more(
     engines_of: Callable[..., Engines],
 ) -> None:

@@ -194,7 +194,7 @@ class ExpertGroup:
             if (letter := self._box.read(f"{self._round}/failed/{engine}")) is not None:
                 raise PeerError(engine, str(letter["kind"]), str(letter["error"]), letter["object"])
         if self._superseded():
-            raise self._late("engine 0 to wait", "a newer round")
+            raise self._late("no newer round", "one")
 
     def commit(self, main: MainThread, function: Callable[[], T]) -> T:
         """See Group."""
@@ -208,6 +208,8 @@ class ExpertGroup:
             if main.run(lambda: self._disarm(armed)):
                 self.fail(error)  # not before: it could be committed still
                 raise
+        finally:
+            self._missing = []
         result: T = armed.future.result()
         return result
 
@@ -219,9 +221,11 @@ class ExpertGroup:
             if self._stop.is_set():
                 raise Stopped
             self.check()
+            self._missing = [e for e in range(self.engines) if not self._box.has(f"{self._round}/armed/{e}")]
             if time.monotonic() > deadline:
-                raise self._late("every engine to be ready to commit", "no step at which all were")
-            if self.leads and self._all_armed():
+                got = f"engines {self._missing} are not" if self._missing else "no step at which all were"
+                raise self._late("every engine to be ready to commit", got)
+            if self.leads and not self._missing:
                 main.run(self._steps.wake)
 
     def meet(self) -> None:
@@ -374,9 +378,6 @@ class ExpertGroup:
         except TimeoutError:
             return False
         return True
-
-    def _all_armed(self) -> bool:
-        return all(self._box.has(f"{self._round}/armed/{engine}") for engine in range(self.engines))
 
     def _arm(self, armed: _Armed) -> None:
         self._armed = armed

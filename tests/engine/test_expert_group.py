@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.server import free_port
 
-from delta_sync.errors import StoreError
+from delta_sync.errors import StoreError, SyncTimeoutError
 from vllm_delta_plugin import expert_group
 from vllm_delta_plugin.engine_stage import Stager
 from vllm_delta_plugin.expert_group import ExpertGroup
@@ -158,6 +158,30 @@ def test_who_fails_after_all_were_ready_is_waited_for_no_longer(store: Any, guil
     for group in groups:
         group.meet()
     assert not ran
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_who_does_not_get_ready_to_commit_is_named(store: Any, late: int) -> None:
+    groups = [ExpertGroup(Steps(store, engine), threading.Event(), 1.0) for engine in range(2)]
+    groups[0].open(PLAN, "base")
+    assert groups[1].proposed() is not None
+    waiting = groups[1 - late]
+    with ThreadPoolExecutor() as threads:
+        waits = threads.submit(waiting.commit, MAIN, lambda: None)
+        while waiting.shown()["group"]["waiting_for"] != [late]:
+            assert not waits.done()
+        with pytest.raises(SyncTimeoutError, match=f"got engines \\[{late}\\] are not"):
+            waits.result(10)
+    assert waiting.shown()["group"]["waiting_for"] == []
+
+
+def test_who_goes_on_to_another_round_is_waited_for_no_longer(store: Any) -> None:
+    groups = [ExpertGroup(Steps(store, engine), threading.Event(), 30.0) for engine in range(2)]
+    groups[0].open(PLAN, "base")
+    assert groups[1].proposed() is not None
+    groups[0].open(PLAN, "base")
+    with pytest.raises(SyncTimeoutError, match="expected no newer round within 30 s, got one"):
+        groups[1].check()
 
 
 def test_who_fails_is_heard_of_while_others_still_stage(store: Any) -> None:

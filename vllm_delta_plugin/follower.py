@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from delta_sync.errors import ChainError, DeltaSyncError, StoreError
+from delta_sync.errors import ChainError, DeltaSyncError, StoreError, SyncTimeoutError
 from delta_sync.ledger import AnchorRef, Ledger
 from delta_sync.manifest import Manifest
 from delta_sync.plan import Plan
@@ -66,7 +66,7 @@ class Follower(Coordinator):
         self._hold_as_engine_0()
         self._refuse_as_engine_0()
         self._serve_waiters()
-        self._scans.step()
+        self._scan()
         self._answer_commands()
         self._stop.wait(_LOOK)
         if self._live.must_audit:
@@ -76,6 +76,16 @@ class Follower(Coordinator):
             self._scans.step()  # other engines' news came before what is proposed because of it
             self._refuse_as_engine_0()  # and so did this
             self._take_proposed(proposal)
+
+    def _scan(self) -> None:
+        """As any coordinator; one that fails and is due before the next commit is said to those who wait for that."""
+        try:
+            self._scans.step()
+        except DeltaSyncError as error:
+            if self._live.must_audit and self._group.proposed() is not None:
+                due = "one that succeeds before the next commit"
+                self._group.fail(SyncTimeoutError("scan of live memory", expected=due, got=str(error)))
+            raise
 
     def _take_proposed(self, proposal: Proposal) -> None:
         plan = None

@@ -328,6 +328,20 @@ def test_only_what_engine_0_refuses_is_refused(engines_of: Callable[..., Engines
     assert [status["refusal"] for status in found] == [None, None]
 
 
+def test_an_engine_that_may_not_commit_before_a_scan_which_fails_says_so(engines_of: Callable[..., Engines]) -> None:
+    engines = engines_of(audit_commits=1)
+    engines.wait_version(1)
+    engines.each[1].ask(fail=["audit_poll"])
+    engines.wait_version(engines.publish())
+    version = engines.publish()
+    found = engines.wait("an error", lambda status: status["last_error"])
+    assert "engine 1: scan of live memory" in found[0]["last_error"]["error"]
+    assert [(status["version"], status["refusals"]) for status in found] == [(version - 1, 0)] * 2
+    engines.each[1].ask(fail=[])
+    engines.wait_version(version)
+    engines.assert_live(engines.trainer.weights)
+
+
 def test_damage_that_a_round_healed_before_the_others_heard_of_it_is_no_damage_any_more(
     engines_of: Callable[..., Engines],
 ) -> None:

@@ -5,12 +5,16 @@ hf_xet keeps one cache for each process, which must not outlive the server it wa
 
 from __future__ import annotations
 
+import signal
 import uuid
 from importlib.metadata import version
 
 import pytest
 from helpers.fault_proxy import FaultProxy
 from helpers.moto_server import ENVIRONMENT, moto_server, new_bucket
+
+# A shell's background jobs ignore Ctrl-C, and so would the processes that tests send it to.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.child import child
 from helpers.publish import Publisher
 from helpers.server import free_port
 from typer.main import get_command
@@ -147,7 +148,7 @@ def test_the_codes_of_every_command(places, cli, monkeypatch, tmp_path):
 def test_the_page_ends_with_0_on_ctrl_c(run):
     words = [sys.executable, "-m", "delta_sync.cli", "ui", run.uri, "--no-browser", "--port", "0"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True) as page:
+    with child(words, env=env, stdout=subprocess.PIPE, text=True) as page:
         assert "shows" in page.stdout.readline()
         page.send_signal(signal.SIGINT)
         assert page.wait(60) == 0

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from helpers.child import child
 
 from delta_sync.cli.report import gist
 from delta_sync.ledger import Ledger
@@ -149,9 +150,7 @@ def test_it_follows_a_trainer_until_a_signal_ends_it(run, tmp_path):
 def test_a_store_that_goes_on_failing_is_said_once(run, tmp_path):
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy" / "epochs").symlink_to(tmp_path)  # no link is followed: every try fails
-    with subprocess.Popen(
-        [*MIRROR, run.uri, str(tmp_path / "copy")], stdout=subprocess.PIPE, env=HERE, text=True
-    ) as on:
+    with child([*MIRROR, run.uri, str(tmp_path / "copy")], stdout=subprocess.PIPE, env=HERE, text=True) as on:
         lines = iter(on.stdout.readline, "")
         assert any("retrying" in line for line in lines)
         time.sleep(4)  # in which it tries again, and again

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from helpers.child import child
 
 WATCH = [sys.executable, "-m", "delta_sync.cli", "watch"]
 
@@ -101,11 +102,9 @@ def test_a_store_that_fails_for_a_while(tmp_path, watching, run):
 
 def test_a_terminal_gets_tables_that_change(run):
     run.acknowledge("east", 6)
-    parent, child = pty.openpty()
+    parent, terminal = pty.openpty()
     command = [*WATCH, run.uri, "--for", "60", "--interval", "0.05"]
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
-    process = subprocess.Popen(command, stdout=child, stdin=child, stderr=child, env=environment)
-    os.close(child)
     shown = ""
 
     def shows(text):
@@ -114,10 +113,12 @@ def test_a_terminal_gets_tables_that_change(run):
             shown += os.read(parent, 65536).decode(errors="replace")
         return True
 
-    assert shows("version 6, epoch 1")
-    assert shows("east")
-    run.keep(run.publisher.step(9))
-    assert shows("version 7, epoch 1")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0
+    with child(command, stdout=terminal, stdin=terminal, stderr=terminal, env=environment) as process:
+        os.close(terminal)
+        assert shows("version 6, epoch 1")
+        assert shows("east")
+        run.keep(run.publisher.step(9))
+        assert shows("version 7, epoch 1")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
     os.close(parent)

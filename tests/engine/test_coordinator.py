@@ -93,21 +93,24 @@ class Replica:
 
     def wait(self, what: str, condition: Callable[[dict[str, Any]], Any], timeout: float = 15.0) -> dict[str, Any]:
         deadline = time.monotonic() + timeout
-        while not condition(self.status):
-            assert time.monotonic() < deadline, f"waited for {what}: {self.status}"
+        while not condition(found := self.status):
+            assert time.monotonic() < deadline, f"waited for {what}: {found}"
             time.sleep(0.005)
-        return self.status
+        return found
 
     def wait_version(self, version: int) -> dict[str, Any]:
         return self.wait(f"version {version}", lambda s: s["version"] == version)
 
     def wait_ack(self, state: str) -> Any:
-        def ack(_: Any) -> Any:
-            found = self.ledger.acknowledgements().get("r")
-            return found if found and found.state == state else None
+        found: Any = None
 
-        self.wait(f"an acknowledgement that says {state}", ack)
-        return ack(None)
+        def says_so(_: Any) -> bool:
+            nonlocal found
+            found = self.ledger.acknowledgements().get("r")
+            return found is not None and found.state == state
+
+        self.wait(f"an acknowledgement that says {state}", says_so)
+        return found
 
     def close(self) -> None:
         self.coordinator.stop()

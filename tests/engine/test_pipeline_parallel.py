@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from helpers import slow_steps
 from helpers.open_streams import OpenStreams, commit_under_streams
 from helpers.publish import Publisher
 from helpers.server import SMALL, VllmServer
@@ -34,7 +35,7 @@ def followed(
     trainer.origin()
     config = {"read_back": True, "retry": 1.0, "fault": {"rank": 1, "at": "commit_half", "while": str(broken)}}
     args = ("-pp", "2", "--delta-sync", run, "--delta-sync-config", json.dumps(config))
-    with VllmServer(base, folder / "server.log", args, base=COMPILED) as server:
+    with VllmServer(base, folder / "server.log", args, base=COMPILED, plugins=[slow_steps]) as server:
         server.wait_version(1)
         yield server, trainer
 
@@ -67,15 +68,16 @@ def test_fifty_commits_under_streams(followed: tuple[VllmServer, Publisher]) -> 
 def test_a_stage_that_fails_takes_both_back(followed: tuple[VllmServer, Publisher], broken: Path) -> None:
     server, trainer = followed
     before, old = server.complete(range(30, 60), 16)["text"], server.status()
-    streams = OpenStreams(server, [range(20, 50), range(21, 51)], 1900)
-    broken.touch()
-    newest = trainer.step(1000, 0.05)
-    status = server.wait_status("two rollbacks", lambda s: s["rollbacks"] >= 2)
-    assert (status["version"], status["state"]) == (old["version"], "live")
-    assert "rank 1" in status["last_error"]["error"]
-    streams.wait_more()
-    assert server.complete(range(30, 60), 16)["text"] == before
-    broken.unlink()
-    server.wait_version(newest.version)
+    with server.slow_steps():
+        streams = OpenStreams(server, [range(20, 50), range(21, 51)], 1900)
+        broken.touch()
+        newest = trainer.step(1000, 0.05)
+        status = server.wait_status("two rollbacks", lambda s: s["rollbacks"] >= 2)
+        assert (status["version"], status["state"]) == (old["version"], "live")
+        assert "rank 1" in status["last_error"]["error"]
+        streams.wait_more()
+        assert server.complete(range(30, 60), 16)["text"] == before
+        broken.unlink()
+        server.wait_version(newest.version)
     streams.join(crossing=[old["version"]])
     check(server, trainer, newest.version)

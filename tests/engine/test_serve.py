@@ -118,10 +118,11 @@ def said(world: World, wanted: Callable[[Ack], bool], timeout: float = 30) -> Ac
 
 
 def test_streams_go_on_over_three_commits(world: World) -> None:
-    streams = OpenStreams(world.server, [PROMPT[:30], PROMPT[:20]], 1900)
-    for seed in range(3):
-        version = world.trainer.step(seed, 0.05).version
-        world.server.wait_version(version)
+    with world.server.slow_steps():
+        streams = OpenStreams(world.server, [PROMPT[:30], PROMPT[:20]], 1900)
+        for seed in range(3):
+            version = world.trainer.step(seed, 0.05).version
+            world.server.wait_version(version)
     streams.join(crossing=range(1, 4))
     status = world.server.status()
     assert status["commits"] == 3

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers import slow_steps
 from helpers.open_streams import OpenStreams
 from helpers.publish import Publisher
 from helpers.server import VllmServer
@@ -31,7 +32,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory, broken: Path) -> Iterator
     trainer.origin()
     config = {"read_back": True, "retry": 1.0, "fault": {"rank": 1, "at": "commit", "while": str(broken)}}
     args = ("-tp", "2", "--delta-sync", run, "--delta-sync-config", json.dumps(config))
-    with VllmServer(Path(base), folder / "server.log", args) as server:
+    with VllmServer(Path(base), folder / "server.log", args, plugins=[slow_steps]) as server:
         yield server, trainer
 
 
@@ -51,19 +52,20 @@ def test_one_failing_rank_takes_both_back_and_streams_go_on(
     server.wait_version(1)
     old = {name: bits.tobytes() for name, bits in trainer.weights.items()}
     before = server.complete(range(30, 60), 16)["text"]
-    streams = OpenStreams(server, [range(20, 50), range(21, 51)], 1900)
+    with server.slow_steps():
+        streams = OpenStreams(server, [range(20, 50), range(21, 51)], 1900)
 
-    newest = trainer.step(1, 0.05)
-    status = server.wait_status("two rollbacks", lambda s: s["rollbacks"] >= 2)
-    assert (status["version"], status["state"], status["lag"]) == (1, "live", 1)
-    assert "rank 1" in status["last_error"]["error"]
-    streams.wait_more()
-    assert read_all(server, trainer, 1) == old
-    assert server.complete(range(30, 60), 16)["text"] == before
-    assert server.status()["version"] == 1
+        newest = trainer.step(1, 0.05)
+        status = server.wait_status("two rollbacks", lambda s: s["rollbacks"] >= 2)
+        assert (status["version"], status["state"], status["lag"]) == (1, "live", 1)
+        assert "rank 1" in status["last_error"]["error"]
+        streams.wait_more()
+        assert read_all(server, trainer, 1) == old
+        assert server.complete(range(30, 60), 16)["text"] == before
+        assert server.status()["version"] == 1
 
-    broken.unlink()
-    status = server.wait_version(newest.version)
+        broken.unlink()
+        status = server.wait_version(newest.version)
     assert status["rollbacks"] >= 2 and status["commits"] == 1
     assert read_all(server, trainer, 2) == {name: bits.tobytes() for name, bits in trainer.weights.items()}
     streams.join(crossing=[1])

@@ -6,13 +6,13 @@ import hashlib
 import json
 import os
 import pty
-import subprocess
 import sys
 import termios
 import threading
 import time
 
 import pytest
+from helpers.child import child
 from huggingface_hub import HfApi
 
 from delta_sync.errors import ConflictError, IntegrityError, NotFoundError, StoreError
@@ -376,7 +376,7 @@ def test_a_terminal_gets_a_bar_for_a_large_upload_and_download(hub, hub_bucket):
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (40, 200))
     here = {**environment, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm"}
-    with subprocess.Popen([sys.executable, "-c", code], stderr=slave, env=here) as process:
+    with child([sys.executable, "-c", code], stderr=slave, env=here) as process:
         assert process.wait(60) == 0
     os.close(slave)
     shown = os.read(master, 1 << 20).decode()

@@ -6,7 +6,6 @@ Saves the cast weights of every step, or the adapter in PEFT's form. What ends i
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from pathlib import Path
@@ -54,7 +53,6 @@ def adapter_state(model: Any) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would we
     folder, uri, what, every, lora = sys.argv[1:]
     slow_put.install(0.5)
     sync = DeltaSyncCallback(uri, publish_every=int(every), lora=lora)

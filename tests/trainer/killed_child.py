@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from typing import Any
 
@@ -21,7 +20,6 @@ class Say(TrainerCallback):
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would we
     folder, uri, steps = sys.argv[1:]
     sync = DeltaSyncCallback(uri, anchor_every=3)
     trainer = grpo.plain_trainer(

@@ -32,6 +32,20 @@ from trl_callback.serving_image import ServingImage
 POLL = 0.02
 
 
+class Paused(threading.Event):
+    """While it is set a replica looks for nothing; ``set`` returns once a look that was under way has ended."""
+
+    def __init__(self, looking: threading.Lock) -> None:
+        super().__init__()
+        self._looking = looking
+
+    def set(self) -> None:
+        """See the class."""
+        super().set()
+        with self._looking:
+            pass
+
+
 class StandInReplica:
     """Follows ``uri`` from the bits of ``model``; ``url`` is set while it is being served."""
 
@@ -53,12 +67,12 @@ class StandInReplica:
         self.refusals = self.anchors_taken = 0
         self.served: list[int] = []  # every version this replica went to
         self.generated_at: list[int | None] = []  # the version served at each completion request
-        self.paused = threading.Event()
         self.pinned: int | None = None
         self.lora: dict[str, Any] | None = None  # as if it served LoRA adapters
         self.vocab, self.acknowledges = vocab, acknowledges
         self._random = random.Random(0)
         self._lock = threading.Lock()
+        self.paused = Paused(self._lock)
         self._stop = threading.Event()
         self._serving = ExitStack()
         self.restart(model)
@@ -89,11 +103,10 @@ class StandInReplica:
 
     def follow(self) -> None:
         while not self._stop.wait(POLL):
-            if self.paused.is_set():
-                continue
             try:
                 with self._lock:
-                    self._look()
+                    if not self.paused.is_set():
+                        self._look()
             except DeltaSyncError as error:
                 self.last_error = {"kind": type(error).__name__, "error": str(error), "time": time.time()}
 

@@ -239,7 +239,7 @@ def test_training_goes_on_without_a_server_and_takes_it_back(tmp_path: Any, ahea
         trouble = Trouble(bad, good, away)
         held = [grpo.AheadFirst(sync)] if ahead else []
         trainer = grpo.grpo_trainer(
-            tmp_path, model=model, url=None, use_vllm=True, callbacks=[sync, trouble, *held], max_steps=7,
+            tmp_path, model=model, url=None, use_vllm=True, callbacks=[trouble, sync, *held], max_steps=7,
             per_device_train_batch_size=16,
         )  # fmt: skip
         trainer.train()

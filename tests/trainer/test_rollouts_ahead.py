@@ -195,7 +195,7 @@ def test_weights_that_are_never_served_end_at_the_deadline(tmp_path, uri: str) -
             replica.paused.set()
 
     with Asked(uri, model).running() as replica:
-        trainer = grpo.grpo_trainer(tmp_path, model=model, url=replica.url, use_vllm=True, callbacks=[sync, Pause()])
+        trainer = grpo.grpo_trainer(tmp_path, model=model, url=replica.url, use_vllm=True, callbacks=[Pause(), sync])
         with pytest.raises(SyncTimeoutError, match=r"step 1.*served within 2 s"):
             trainer.train()
     sync.close()

@@ -112,7 +112,6 @@ def test_max_staleness_lets_rollouts_run_ahead_of_the_server() -> None:
 def damage(loop: Loop, how: Callable[[bytes], bytes]) -> None:
     """Hold the replica, publish a step, change its object in the bucket, let the replica go."""
     loop.replica.paused.set()
-    time.sleep(0.1)
     loop.train()
     loop.session._publisher.flush(20)
     store = open_store(loop.config.uri)
@@ -180,7 +179,6 @@ def test_a_lost_object_is_healed_at_once() -> None:
     with looping() as loop:
         loop.sync()
         loop.replica.paused.set()
-        time.sleep(0.1)
         loop.train()
         loop.session._publisher.flush(20)
         (ref,) = bucket.newest(loop.config.uri).objects
@@ -275,7 +273,6 @@ def test_a_model_the_server_cannot_update_ends_the_wait_at_once() -> None:
     with looping() as loop:
         loop.sync()
         loop.replica.paused.set()
-        time.sleep(0.1)
         loop.replica.refusal = {
             "version": 2,
             "manifest": None,

@@ -18,7 +18,7 @@ import subprocess, sys, time, signal
 if "stubborn" in sys.argv: signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-c", "import signal, time\\n" +
     ("signal.signal(signal.SIGTERM, signal.SIG_IGN)\\n" if "stubborn" in sys.argv else "") + "time.sleep(300)"])
-print("started", child.pid, flush=True)
+print(f"started {child.pid}\\n", end="", flush=True)  # at once, also where Python does not buffer
 time.sleep(0 if "orphans" in sys.argv else 300)
 """
 

@@ -122,18 +122,24 @@ def test_what_is_armed_when_the_store_fails_is_not_committed_behind_the_coordina
     assert not ran
 
 
-def test_a_proposal_that_failed_half_way_does_not_put_the_rounds_out_of_step(store: Any) -> None:
-    failing = True
+def engine_of(store: Any, engine: int) -> ExpertGroup:
+    return ExpertGroup(Steps(store, engine), threading.Event(), 5.0)
 
+
+def leader_that_cannot_write(store: Any, until: threading.Event) -> ExpertGroup:
     def fail(name: str, key: str) -> None:
-        if failing and name == "set":
+        if name == "set" and not until.is_set():
             raise RuntimeError("no")
 
-    leader = ExpertGroup(Steps(Between(store, fail), engine=0), threading.Event(), 5.0)
-    follower = ExpertGroup(Steps(store, engine=1), threading.Event(), 5.0)
+    return engine_of(Between(store, fail), 0)
+
+
+def test_a_proposal_that_failed_half_way_does_not_put_the_rounds_out_of_step(store: Any) -> None:
+    writable = threading.Event()
+    leader, follower = leader_that_cannot_write(store, until=writable), engine_of(store, 1)
     with pytest.raises(RuntimeError, match="no"):
         leader.open(PLAN, "base")
-    failing = False
+    writable.set()
     leader.open(PLAN, "base")
     proposal = follower.proposed()
     assert proposal is not None
@@ -199,18 +205,12 @@ def test_who_fails_is_heard_of_while_others_still_stage(store: Any) -> None:
 
 
 def test_the_newest_pin_is_told_once_even_after_one_that_could_not_be(store: Any) -> None:
-    failing = True
-
-    def fail(name: str, key: str) -> None:
-        if failing and name == "set":
-            raise RuntimeError("no")
-
-    leader = ExpertGroup(Steps(Between(store, fail), engine=0), threading.Event(), 5.0)
-    follower = ExpertGroup(Steps(store, engine=1), threading.Event(), 5.0)
+    writable = threading.Event()
+    leader, follower = leader_that_cannot_write(store, until=writable), engine_of(store, 1)
     assert follower.held() is None
     with pytest.raises(RuntimeError, match="no"):
         leader.hold(1)
-    failing = False
+    writable.set()
     for version in (2, None, 3):
         leader.hold(version)
     assert follower.held() == {"version": 3}

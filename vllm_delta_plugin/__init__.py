@@ -31,7 +31,8 @@ def register() -> None:
 def sync(llm: Any, version: int | None = None, timeout: float = 60.0) -> dict[str, Any]:
     """Block until an ``LLM`` serves ``version`` (default: the newest published one) and return its status.
 
-    Raises SyncTimeoutError at the deadline (seconds), naming the refusal or the last error.
+    Raises SyncTimeoutError at the deadline (seconds), naming the refusal or the last error, and vLLM's EngineDeadError
+    if the engine dies.
     """
     from vllm_delta_plugin.offline import sync as run
 

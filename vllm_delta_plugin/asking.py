@@ -8,7 +8,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from vllm_delta_plugin.api_key import AdminKey, KeyRing
-from vllm_delta_plugin.compat.client import ask_engines, ask_one, count_engines
+from vllm_delta_plugin.compat.client import DEAD, EngineDeadError, ask_engines, ask_one, count_engines
 
 
 async def ask(
@@ -61,6 +61,8 @@ async def _ask(
             answers = [await ask_one(engine, only, method, *args, timeout=timeout)]
     except TimeoutError:
         return refuse(504, f"the engine did not answer within {timeout:g} s")
+    except EngineDeadError:
+        return refuse(503, DEAD)
     if any(answer is None for answer in answers):
         return refuse(404, "this server follows no run: start it with --delta-sync URI")
     return answers

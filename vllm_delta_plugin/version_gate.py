@@ -7,7 +7,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 from delta_sync.errors import FormatError
-from vllm_delta_plugin.compat.client import ask_engines
+from vllm_delta_plugin.compat.client import DEAD, EngineDeadError, ask_engines
 from vllm_delta_plugin.request_versions import RequestVersions
 from vllm_delta_plugin.version_wish import VersionWish
 
@@ -18,6 +18,13 @@ DRAIN_TIMEOUT = 90.0  # seconds a new request waits for running ones to end, unl
 
 async def let_in(state: Any, wish: VersionWish | None, patience: float) -> JSONResponse | None:
     """None once a request may go on to the engine; ``patience``: seconds it will wait for running requests to end."""
+    try:
+        return await _let_in(state, wish, patience)
+    except EngineDeadError:
+        return refuse(503, "dead", DEAD, wish=wish)
+
+
+async def _let_in(state: Any, wish: VersionWish | None, patience: float) -> JSONResponse | None:
     if wish is not None and (refusal := await wait_for_version(state, wish)) is not None:
         return refusal
     if getattr(state, "delta_sync_transition", None) != "sync":

@@ -38,6 +38,7 @@ class Engines:
     """What the routes know of engines: a way to call each, here straight to a replica's coordinator."""
 
     def __init__(self, *replicas: Replica) -> None:
+        self.errored = False
         self.engine_core = SimpleNamespace(
             core_engines=replicas,
             _call_utility_async=self.call,

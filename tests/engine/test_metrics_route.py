@@ -50,7 +50,7 @@ def core() -> Core:
 def client(core: Core) -> TestClient:
     app = FastAPI()
     app.add_middleware(MetricsMiddleware)
-    app.state.delta_sync_engine = SimpleNamespace(engine_core=core)
+    app.state.delta_sync_engine = SimpleNamespace(engine_core=core, errored=False)
     app.state.code = 200
 
     @app.get("/metrics")

@@ -46,7 +46,7 @@ def test_an_llm_catches_up_and_answers_with_the_new_weights(tmp_path: Path, mult
 
 
 def llm_answering(status: dict[str, Any] | None) -> Any:
-    client = SimpleNamespace(call_utility=lambda method, version, timeout: status)
+    client = SimpleNamespace(call_utility=lambda *asked: status, resources=SimpleNamespace(engine_dead=False))
     return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client))
 
 

@@ -73,6 +73,7 @@ class VllmServer:
             self._env |= vllm_plugins.environment(log.with_suffix(".plugins"), *plugins)
             self._env[slow_steps.WHILE] = str(self._slow)
         self._process: subprocess.Popen[bytes] | None = None
+        self.kills = 0  # how often something of it was killed
 
     def __enter__(self) -> VllmServer:
         self.start()
@@ -130,13 +131,19 @@ class VllmServer:
     def kill(self) -> None:
         """SIGKILL to the whole group, now."""
         if self._process is not None:
+            self.kills += 1
             self._signal(signal.SIGKILL)
             self._process.wait(30)
 
+    def engine(self) -> psutil.Process:
+        """The EngineCore process, of one engine."""
+        [engine] = [p for p in psutil.Process(self.pid).children(recursive=True) if "EngineCore" in p.name()]
+        return engine
+
     def kill_engine(self, timeout: float = 60.0) -> None:
         """SIGKILL to the EngineCore process alone, and wait until the API server has ended for want of it."""
-        [engine] = [p for p in psutil.Process(self.pid).children(recursive=True) if "EngineCore" in p.name()]
-        engine.kill()
+        self.kills += 1
+        self.engine().kill()
         assert self._process is not None
         self._process.wait(timeout)
         self._signal(signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import random
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,8 +54,14 @@ class BitExact(TrainerCallback):
         original = sync.sync
 
         def sync_and_compare() -> None:
-            original()
-            self.compare()
+            while True:
+                kills = server.kills
+                original()
+                try:
+                    return self.compare()
+                except (OSError, http.client.HTTPException):
+                    if server.kills == kills:
+                        raise  # else it was killed between the wait and the look
 
         sync.sync = sync_and_compare  # type: ignore[method-assign]
 
@@ -143,7 +151,30 @@ def test_a_killed_trainer_is_followed_by_one_that_continues(place: Path, server:
     assert min(exact.versions) > newest.version and exact.checked >= 3
 
 
-@pytest.mark.parametrize(("kill", "codec"), [(VllmServer.kill, "gap"), (VllmServer.kill_engine, "context")])
+def kill_the_engine_while_it_is_asked(server: VllmServer) -> None:
+    """It hangs, is asked for its status, and dies: who asked hears of that at once, not when their patience ends."""
+    heard: list[Any] = []
+
+    def ask() -> None:
+        try:
+            heard.append(server.status())
+        except urllib.error.HTTPError as error:
+            heard.append((error.code, time.monotonic()))
+
+    server.engine().suspend()
+    asking = threading.Thread(target=ask)
+    asking.start()
+    time.sleep(0.5)
+    killed = time.monotonic()
+    server.kill_engine()
+    asking.join(60)
+    [(code, when)] = heard
+    assert code == 503 and when - killed < 15
+
+
+@pytest.mark.parametrize(
+    ("kill", "codec"), [(VllmServer.kill, "gap"), (kill_the_engine_while_it_is_asked, "context")]
+)
 def test_a_killed_server_comes_back_to_the_trainers_bits(
     place: Path, server: VllmServer, kill: Any, codec: str
 ) -> None:

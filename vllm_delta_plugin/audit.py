@@ -15,8 +15,7 @@ from vllm_delta_plugin.live_digest import Digests
 from vllm_delta_plugin.requantised import Module, differences
 
 _TRIES = 100
-# After so many elements the GPU, which takes 0.05 ms for them (H200), is left to the forward pass for so many seconds.
-_SHARE, _REST = 1 << 25, 2e-3
+_REST = 2e-3  # seconds that the GPU is left to the forward pass after each launch
 
 
 @dataclass(frozen=True)
@@ -66,21 +65,19 @@ def _differs(job: Job[Any], weights: WeightMap, module: Module, device: Device, 
 
 def _scan_once(job: Job[Any], weights: WeightMap, device: Device, generation: Callable[[], int]) -> Scan | None:
     regions = [region for regions in weights.regions.values() for region in regions]
-    digests, pace, given = Digests(weights.storages, regions), Pace(), 0
+    digests, pace = Digests(weights.storages, regions), Pace()
     started = generation()
     if started % 2:
         return None
     with device.reading():
-        for elements in digests:
+        for given in digests:
             job.check()
             if generation() != started:
                 return None
-            given += elements
-            if given < _SHARE:
+            if given:
+                time.sleep(_REST)
+            else:
                 pace()
-                continue
-            given = 0
-            time.sleep(_REST)
         values = digests.result
     if generation() != started:
         return None

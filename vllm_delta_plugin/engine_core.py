@@ -16,6 +16,7 @@ from delta_sync.ledger import Ledger
 from delta_sync.limits import for_model
 from delta_sync.signing import PublicKeys, load_public_keys
 from delta_sync.store.open import open_ack_store, open_store
+from vllm_delta_plugin.background import share_interpreter
 from vllm_delta_plugin.cache_salt import CacheSalt, Salted
 from vllm_delta_plugin.config import ReplicaConfig
 from vllm_delta_plugin.coordinator import Coordinator
@@ -82,6 +83,7 @@ class DeltaSync:
 
     def start(self) -> None:
         """Begin to follow the run in the background."""
+        share_interpreter()
         facts = self._status.facts
         logger.info("delta sync: replica %s follows %s", facts.replica, self._status.to_dict()["uri"])
         self._coordinator.start()

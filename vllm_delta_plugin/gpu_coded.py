@@ -11,6 +11,7 @@ import torch
 
 from delta_sync.codec import Group
 from delta_sync.delta_file import UnpackedGroup
+from vllm_delta_plugin.background import Pace
 from vllm_delta_plugin.gpu_decode import beyond, check_found, decode
 from vllm_delta_plugin.gpu_kernels import CODED_BLOCK, stage_coded
 from vllm_delta_plugin.gpu_pieces import OnDevice, row
@@ -63,18 +64,20 @@ def stage_coded_on_device(
     sums, counts, outside = report[2:].view(3, -1)
     rows: list[list[int]] = []
     programs: list[int] = []
-    total = 0
+    total = begun = 0
+    pace = Pace()
     for piece in pieces:
-        place = [piece.changes.start, piece.changes.stop, total, sum(programs), piece.tensor_size]
+        place = [piece.changes.start, piece.changes.stop, total, begun, piece.tensor_size]
         rows.append(row(piece.region, storages, place))
         programs.append(-(-piece.size // CODED_BLOCK))
-        total += piece.size
+        total, begun = total + piece.size, begun + programs[-1]
+        pace()
     addresses = torch.empty(total, dtype=torch.int64, device=device)
     staged = torch.empty(total, dtype=SIGNED[width], device=device)
     if pieces:
         table = _send(np.array(rows, np.int64).reshape(-1), device)
         piece_of = _send(np.repeat(np.arange(len(pieces), dtype=np.int64), programs), device)
-        stage_coded[(sum(programs),)](
+        stage_coded[(begun,)](
             changes.running, changes.sizes, changes.signs, changes.ranks, changes.extensions,
             changes.extensions.numel(), addresses, staged, piece_of, table, sums, counts, outside,
             WIDTH=8 * width, BLOCK=CODED_BLOCK,

@@ -7,14 +7,8 @@ Import this module only where Triton is installed (it comes with every CUDA buil
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
 import triton
 import triton.language as tl
-
-if TYPE_CHECKING:
-    from vllm_delta_plugin.regions import Region
 
 BLOCK = 256
 FLIP_WARPS = 8  # an element a thread
@@ -24,7 +18,11 @@ FLIP_WARPS = 8  # an element a thread
 # after its last, where in the output the piece begins, the number of its first program, and the tensor's size.
 PIECE = 24
 CODED_BLOCK = 1024
-_DIGEST_BLOCK, _ROUNDS = 1024, 16  # one program of the digest sums up so many blocks before its atomic addition
+# A row of the table of digests, int64 [18]: the storage's address, the tensor's digest key, the region's first live
+# element and first position, how many elements it has, the number of its first program, four sizes, live and source
+# strides.
+DIGESTED = 18
+DIGEST_BLOCK, ROUNDS = 1024, 16  # one program of the digest sums up so many blocks before its atomic addition
 MAX_DIMS = 4  # of a region that these kernels take
 
 
@@ -161,18 +159,27 @@ def stage(relative, addresses, staged, programs, pieces, sums, counts, WIDTH: tl
     tl.atomic_add(counts + number, tl.sum((mask & (new != old)).to(tl.int32)))
 
 
-@triton.jit(do_not_specialize=["key"])
-def _digest(
-    bits, total, key, sums, live0, src0, n1, n2, n3, d0, d1, d2, d3, s0, s1, s2, s3,
-    DIMS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
+@triton.jit(do_not_specialize=["first"])
+def digest(
+    like, first, piece_of, pieces, sums, DIMS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Add to ``sums[0]`` a box's part of its tensor's digest.
+    """Add to each piece's ``sums`` (int64) its part of its tensor's digest, by the programs from ``first`` on.
 
-    Live element ``live0 + i . d`` is position ``src0 + i . s`` of the tensor, for ``i`` below the sizes
-    ``[_, n1, n2, n3]``, of which the last ``DIMS`` count.
+    ``piece_of`` (int32, of all programs): each one's piece, a region: see DIGESTED. Its live element ``l + i . d`` is
+    position ``p + i . s`` of the tensor, for ``i`` below its sizes, of which the last ``DIMS`` count. ``like`` has the
+    storages' element type.
     """
+    program = tl.program_id(0) + first
+    number = tl.load(piece_of + program)
+    piece = pieces + number.to(tl.int64) * 18  # DIGESTED
+    bits, key = tl.load(piece).to(like.dtype), tl.load(piece + 1).to(tl.uint64)
+    live0, src0, total = tl.load(piece + 2), tl.load(piece + 3), tl.load(piece + 4)
+    n1, n2, n3 = tl.load(piece + 7), tl.load(piece + 8), tl.load(piece + 9)
+    d0, d1, d2, d3 = tl.load(piece + 10), tl.load(piece + 11), tl.load(piece + 12), tl.load(piece + 13)
+    s0, s1, s2, s3 = tl.load(piece + 14), tl.load(piece + 15), tl.load(piece + 16), tl.load(piece + 17)
     part = tl.zeros((BLOCK,), tl.int64)
-    begin = tl.program_id(0).to(tl.int64) * BLOCK * ROUNDS
+    begin = (program - tl.load(piece + 5)) * BLOCK * ROUNDS
     for turn in range(ROUNDS):
         at = begin + turn * BLOCK + tl.arange(0, BLOCK)
         mask = at < total
@@ -189,20 +196,5 @@ def _digest(
                 if DIMS > 3:
                     live, position = live + outer // n1 * d0, position + outer // n1 * s0
         value = tl.load(bits + live, mask=mask, other=0).to(tl.int64) & ((1 << WIDTH) - 1)
-        part += (_factor(position, key.to(tl.uint64)) * value.to(tl.uint64)).to(tl.int64)
-    tl.atomic_add(sums, tl.sum(part))
-
-
-def add_digest(bits: torch.Tensor, region: Region, key: int, total: torch.Tensor, itemsize: int) -> None:
-    """Add a region's part of its tensor's digest (``key``) to ``total`` (int64 ``[1]``, modulo 2**64) on the GPU.
-
-    ``bits`` is the storage's flat signed view; the region has at most MAX_DIMS dimensions.
-    """
-    missing = MAX_DIMS - len(region.shape)
-    sizes = (1,) * missing + region.shape
-    live, source = (0,) * missing + region.dst_strides, (0,) * missing + region.src_strides
-    grid = (triton.cdiv(region.numel, _DIGEST_BLOCK * _ROUNDS),)
-    _digest[grid](
-        bits, region.numel, key, total, region.dst_offset, region.src_offset, *sizes[1:], *live, *source,
-        DIMS=max(1, len(region.shape)), WIDTH=8 * itemsize, BLOCK=_DIGEST_BLOCK, ROUNDS=_ROUNDS,
-    )  # fmt: skip
+        part += (_factor(position, key) * value.to(tl.uint64)).to(tl.int64)
+    tl.atomic_add(sums + number, tl.sum(part))

@@ -66,12 +66,13 @@ class GpuStageBuilder(StageBuilder):
         return True
 
     def _add_group(self, group: UnpackedGroup) -> None:
-        coded, parts = group.coded, []
+        coded, parts, pace = group.coded, [], Pace()
         for entry, size, changes in zip(group.entries, coded.sizes, slices(coded.counts), strict=True):
             for region in self.weights.regions.get(entry.name, ()) if entry.count else ():
                 parts.append(CodedPiece(region, changes, size))
                 # A part of a tensor is taken to have its share of the changes: how many it has turns out on the GPU.
                 self._grow(entry.count * region.numel // size * (8 + coded.dtype.itemsize))
+            pace()
         ready, pending = stage_coded_on_device(group, parts, self.weights.storages)
         self.on_device.append(ready)
         self._pending.append(pending)
@@ -87,9 +88,11 @@ class GpuStageBuilder(StageBuilder):
         if not pending:
             return
         found = to_host(torch.cat([one.report for one in pending]))
+        pace = Pace()
         for one, part in zip(pending, slices([one.report.numel() for one in pending]), strict=True):
             for region, change, count in one.results(found[part]):
                 self._note(region, change, count)
+                pace()
 
     def add_deltas(self, deltas: Mapping[str, Sequence[TensorDelta]]) -> None:
         """See StageBuilder."""

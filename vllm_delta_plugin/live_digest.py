@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +13,12 @@ from delta_sync.digest import tensor_key as core_tensor_key
 from vllm_delta_plugin.live_storage import HAS_TRITON, LiveStorage
 from vllm_delta_plugin.regions import Region, split
 
+if TYPE_CHECKING:
+    from vllm_delta_plugin.gpu_digest import DigestGroup
+
 _MASK = 2**64 - 1
 _CHUNK = 1 << 22  # elements a torch pass handles at once: about 32 MiB for each int64 temporary
-_LAUNCH = 1 << 25  # elements a Triton launch handles: less than a millisecond, so that decoding steps get between
+_LAUNCH = 1 << 25  # elements a Triton launch handles: 0.05 ms (H200), so that decoding steps get between
 
 
 @cache
@@ -26,35 +30,40 @@ def tensor_key(name: str) -> int:
 class Digests:
     """The digests of many live regions. Iterate over it to have them made, then take the ``result``.
 
-    On a GPU nothing waits before that: each pass is a launch, and yields how many elements the GPU was given by it (0,
-    where the pass has made a region's digest already).
+    On a GPU nothing waits before that, and many regions share a launch. Each pass yields how many elements the GPU was
+    given by it: 0 where the host has worked.
     """
 
     def __init__(self, storages: Sequence[LiveStorage], regions: Sequence[Region]) -> None:
-        self._work = [(storages[region.storage], region) for region in regions]
-        self._found: list[int | torch.Tensor] = []
+        self._storages, self._regions = storages, regions
+        self._known: dict[int, int] = {}  # a region's number -> its digest
+        self._groups: list[DigestGroup] = []
 
     def __iter__(self) -> Iterator[int]:
-        for storage, region in self._work:
+        groups: dict[tuple[int, int], DigestGroup] = {}
+        for number, region in enumerate(self._regions):
+            storage = self._storages[region.storage]
             if not _kernel_takes(storage, region):
-                self._found.append(region_digest(storage, region))
-                yield 0
-                continue
-            from vllm_delta_plugin.gpu_kernels import add_digest
+                self._known[number] = region_digest(storage, region)
+            elif region.numel:
+                from vllm_delta_plugin.gpu_digest import DigestGroup
 
-            total = torch.zeros(1, dtype=torch.int64, device=storage.bits.device)
-            key = as_signed(tensor_key(region.tensor))
-            for piece in split(region, _LAUNCH):
-                add_digest(storage.bits, piece, key, total, storage.dtype.itemsize)
-                yield piece.numel
-            self._found.append(total)
+                kind = (max(1, len(region.shape)), storage.dtype.itemsize)
+                if kind not in groups:
+                    groups[kind] = DigestGroup(*kind)
+                groups[kind].add(number, region, storage)
+            yield 0
+        self._groups = list(groups.values())
+        for group in self._groups:
+            yield from group.launch(_LAUNCH)
 
     @property
     def result(self) -> list[int]:
         """Of each region; waits for the GPU."""
-        sums = [total for total in self._found if isinstance(total, torch.Tensor)]
-        known = iter(torch.cat(sums).tolist() if sums else ())
-        return [int(next(known) if isinstance(total, torch.Tensor) else total) & _MASK for total in self._found]
+        found = dict(self._known)
+        for group in self._groups:
+            found |= group.result
+        return [found.get(number, 0) & _MASK for number in range(len(self._regions))]
 
 
 def _kernel_takes(storage: LiveStorage, region: Region) -> bool:

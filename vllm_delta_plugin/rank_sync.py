@@ -46,6 +46,7 @@ class RankSync:
         weights.check()
         if not weights.storages:
             raise MappingError("model", expected="weights loaded from a checkpoint", got="none on this rank")
+        background.share_interpreter()
         self.weights = weights
         self._faults = Faults(rank, config.get("fault") or {})
         self._faults.at("attach")

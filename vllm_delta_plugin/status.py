@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib import metadata
 from typing import Any
 
@@ -240,6 +241,7 @@ class Status:
             }
 
 
+@cache  # a millisecond, and a status is made on the engine's thread
 def plugin_version() -> str:
     """This distribution's version, or "unknown" when it runs from a folder that is not installed."""
     try:

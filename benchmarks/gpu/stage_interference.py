@@ -159,10 +159,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--versions", type=int, default=6)
     parser.add_argument("--fraction", type=float, default=0.01)
-    parser.add_argument("--switch", type=float, help="seconds after which the interpreter lets another thread run")
+    parser.add_argument("--switch", type=float, help="seconds until the interpreter goes to a thread that waits for it")
     args = parser.parse_args()
-    if args.switch:
-        sys.setswitchinterval(args.switch)
     random = np.random.default_rng(0)
     shapes = tensors_of(SHAPES[args.shape])
     weights = {name: random.integers(0x3C00, 0x3D00, shape, np.uint16) for name, shape in shapes.items()}
@@ -187,6 +185,8 @@ def main() -> None:
         trainer = Publisher(folder, weights)
         trainer.origin()
         rank = RankSync(weight_map(weights), {"uri": folder}, rank=0, world_size=1)
+        if args.switch:
+            sys.setswitchinterval(args.switch)  # else the plugin's
         for _ in range(200):
             loop.turn()
         quiet = [1e3 * (end - begin) for begin, end in loop.turns[100:]]

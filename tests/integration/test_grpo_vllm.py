@@ -172,9 +172,7 @@ def kill_the_engine_while_it_is_asked(server: VllmServer) -> None:
     assert code == 503 and when - killed < 15
 
 
-@pytest.mark.parametrize(
-    ("kill", "codec"), [(VllmServer.kill, "gap"), (kill_the_engine_while_it_is_asked, "context")]
-)
+@pytest.mark.parametrize(("kill", "codec"), [(VllmServer.kill, "gap"), (kill_the_engine_while_it_is_asked, "context")])
 def test_a_killed_server_comes_back_to_the_trainers_bits(
     place: Path, server: VllmServer, kill: Any, codec: str
 ) -> None:

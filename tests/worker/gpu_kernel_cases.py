@@ -21,7 +21,7 @@ from delta_sync.digest import tensor_key
 from delta_sync.dtypes import dtype
 from delta_sync.errors import FormatError
 from delta_sync.tensor_delta import TensorDelta
-from vllm_delta_plugin import gpu_stage, gpu_swap, live_digest
+from vllm_delta_plugin import gpu_digest, gpu_stage, gpu_swap, live_digest
 from vllm_delta_plugin.commit import HostSwap
 from vllm_delta_plugin.coverage import TensorInfo, WeightMap
 from vllm_delta_plugin.gpu_decode import can_decode, unpack_near
@@ -117,10 +117,19 @@ def test_what_would_not_fit_is_not_uploaded() -> None:
         builder.add_deltas(changes(3))
 
 
+def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A digest's programs take 256 elements, and launches three of them."""
+    for name, value in (("DIGEST_BLOCK", 128), ("ROUNDS", 2), ("_EACH", 256)):
+        monkeypatch.setattr(gpu_digest, name, value)
+    monkeypatch.setattr(live_digest, "_LAUNCH", 800)
+
+
 @pytest.mark.parametrize(
     ("shape", "source", "live"),
     [
         ((), (), ()),
+        ((0, 4), (4, 1), (4, 1)),
+        ((256,), (3,), (1,)),
         ((6000,), (1,), (1,)),
         ((50, 40), (90, 1), (41, 1)),
         ((7, 11, 13), (200, 15, 1), (1, 8, 90)),
@@ -130,7 +139,7 @@ def test_what_would_not_fit_is_not_uploaded() -> None:
 )
 @pytest.mark.parametrize("kind", ["BF16", "F32"])
 def test_digest_of_a_region(kind: str, shape, source, live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_digest, "_LAUNCH", 500)
+    small_launches(monkeypatch)
     carrier = dtype(kind).carrier
     bits = (
         np.random.default_rng(2).integers(0, 2 ** (8 * carrier.itemsize), 9000, carrier).view(f"<i{carrier.itemsize}")
@@ -146,16 +155,22 @@ def test_digest_of_a_region(kind: str, shape, source, live, monkeypatch: pytest.
 
 
 def test_digests_of_many_regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made without waiting for any but one that has more dimensions than the kernel takes."""
+    """Many in a launch, without waiting for any but one that has more dimensions than the kernel takes."""
     device, host = one_model(DEVICE), one_model(torch.device("cpu"))
     far = make_region("whole", 0, (2, 3, 2, 3, 2), 300, (900, 80, 30, 8, 3), 5, (900, 80, 30, 8, 3))
-    regions = [region for regions in host.regions.values() for region in regions] + [far]
+    more = make_region("columns", 1, (ROWS - 1, 30), 3, (COLUMNS, 1), 2, (41, 1))
+    regions = [*(region for regions in host.regions.values() for region in regions), far, more]
     expected = [live_digest.region_digest(host.storages[region.storage], region) for region in regions]
-    monkeypatch.setattr(live_digest, "_LAUNCH", 500)
     monkeypatch.setattr(LiveStorage, "on_cpu", False)
+    whole = live_digest.Digests(device.storages, regions)
+    given = list(whole)
+    assert sum(given) == sum(region.numel for region in regions if region is not far)
+    kinds = {(len(region.shape), host.storages[region.storage].dtype) for region in regions if region is not far}
+    assert len([elements for elements in given if elements]) == len(kinds) < len(regions) - 1
+    assert whole.result == expected
+    small_launches(monkeypatch)
     digests = live_digest.Digests(device.storages, regions)
-    given = list(digests)
-    assert sum(given) == sum(region.numel for region in regions if region is not far) and len(given) > len(regions)
+    assert sum(digests) == sum(given)
     assert digests.result == expected
 
 

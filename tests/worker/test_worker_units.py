@@ -180,6 +180,17 @@ def wait_for(job: Job[Any]) -> Job[Any]:
     return job
 
 
+@pytest.mark.parametrize(("before", "after"), [(5e-3, 1e-4), (5e-5, 5e-5)])
+def test_a_rank_makes_threads_share_the_interpreter_sooner(before: float, after: float, tmp_path: Path) -> None:
+    ours = sys.getswitchinterval()
+    sys.setswitchinterval(before)
+    try:
+        rank_sync.RankSync(weight_map(), {"uri": str(tmp_path / "run")}, rank=0, world_size=1)
+        assert sys.getswitchinterval() == pytest.approx(after, rel=0.05)  # kept in whole microseconds
+    finally:
+        sys.setswitchinterval(ours)
+
+
 @pytest.mark.parametrize(("now", "asked", "got"), [(0, 5, 5), (7, 5, None), (5, 5, None), (0, 0, None)])
 def test_a_job_gives_way_but_takes_no_priority(
     now: int, asked: int, got: int | None, monkeypatch: pytest.MonkeyPatch

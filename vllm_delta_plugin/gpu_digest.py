@@ -1,0 +1,67 @@
+"""The digests of a GPU's live regions: one table of them, and launches that go through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from vllm_delta_plugin.gpu_kernels import DIGEST_BLOCK, DIGESTED, MAX_DIMS, ROUNDS, digest
+from vllm_delta_plugin.live_digest import as_signed, tensor_key
+from vllm_delta_plugin.live_storage import LiveStorage
+from vllm_delta_plugin.regions import Region
+from vllm_delta_plugin.transfer import to_device, to_host
+
+_EACH = DIGEST_BLOCK * ROUNDS  # elements of a program
+
+
+class DigestGroup:
+    """Regions, none of them empty, of ``dims`` dimensions (1 stands for 0 too) and ``width`` bytes an element."""
+
+    def __init__(self, dims: int, width: int) -> None:
+        self._dims, self._width = dims, width
+        self._numbers: list[int] = []
+        self._rows: list[list[int]] = []
+        self._programs: list[int] = []  # of each region
+        self._count = 0  # of all programs
+        self._like: torch.Tensor | None = None
+        self._sums: torch.Tensor | None = None
+
+    def add(self, number: int, region: Region, storage: LiveStorage) -> None:
+        """One more, which its caller calls ``number``."""
+        missing = MAX_DIMS - len(region.shape)
+        self._like = storage.bits
+        row = [storage.bits.data_ptr(), as_signed(tensor_key(region.tensor)), region.dst_offset, region.src_offset]
+        row += [region.numel, self._count, *[1] * missing, *region.shape]
+        row += [*[0] * missing, *region.dst_strides, *[0] * missing, *region.src_strides]
+        assert len(row) == DIGESTED
+        self._rows.append(row)
+        self._numbers.append(number)
+        self._programs.append(-(-region.numel // _EACH))
+        self._count += self._programs[-1]
+
+    def launch(self, elements: int) -> Iterator[int]:
+        """Have them made, in launches of about ``elements``; yields how many each was given."""
+        assert self._like is not None
+        device = self._like.device
+        table = np.array(self._rows, np.int64)
+        piece_of = np.repeat(np.arange(len(table), dtype=np.int32), self._programs)
+        given = np.full(self._count, _EACH, np.int64)
+        given[np.cumsum(self._programs) - 1] = (table[:, 4] - 1) % _EACH + 1
+        self._sums = torch.zeros(len(table), dtype=torch.int64, device=device)
+        pieces, owners = to_device(table.reshape(-1), device), to_device(piece_of, device)
+        step = max(1, elements // _EACH)
+        for first in range(0, self._count, step):
+            some = min(step, self._count - first)
+            digest[(some,)](
+                self._like, first, owners, pieces, self._sums,
+                DIMS=self._dims, WIDTH=8 * self._width, BLOCK=DIGEST_BLOCK, ROUNDS=ROUNDS,
+            )  # fmt: skip
+            yield int(given[first : first + some].sum())
+
+    @property
+    def result(self) -> dict[int, int]:
+        """Each region's digest, modulo 2**64 and maybe negative; waits for the GPU."""
+        sums = () if self._sums is None else to_host(self._sums).tolist()
+        return dict(zip(self._numbers, sums, strict=True))

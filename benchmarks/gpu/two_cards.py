@@ -4,8 +4,9 @@ Usage: python benchmarks/gpu/two_cards.py [--layout moe-tp2 …] [--versions 50]
 
 Each layout is a stock ``vllm serve`` of a random model, followed while streams decode. At the end the live bits are
 read out of every rank and digested, and must be the trainer's; greedy answers must be those of a fresh server with the
-same layout that loads the trainer's last weights. One JSON object a layout; exits with 1 if anything differed. Layouts
-that run at once share the cards and the host, so that their times say little.
+same layout that loads the trainer's last weights (and follows a run that is empty, as kernels on a CPU depend on that).
+Where they are not, a second fresh server tells whether they depend on weights alone. One JSON object a layout; exits
+with 1 if anything differed. Layouts that run at once share the cards and the host, so that their times say little.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def measure(layout: str, args: argparse.Namespace, place: Path) -> dict[str, Any
     options = ("--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64", *SERVE_ARGS, *parallel)
     options = (*options, "--kv-cache-memory-bytes", str(4 << 30))  # profiling bears no neighbours
     logs = args.logs or place
+    logs.mkdir(parents=True, exist_ok=True)
     with VllmServer(base, logs / f"{layout}.log", ("--delta-sync", str(place / "run")), base=options) as server:
         trainer.origin()
         server.wait_version(1, 120)
@@ -91,15 +93,20 @@ def measure(layout: str, args: argparse.Namespace, place: Path) -> dict[str, Any
         answers = [server.complete(prompt, 32)["text"] for prompt in PROMPTS]
         status = server.status()
     final = trainer.save(place / "final", base)
-    with VllmServer(final, logs / f"{layout}-fresh.log", base=options) as fresh:
-        greedy = answers == [fresh.complete(prompt, 32)["text"] for prompt in PROMPTS]
+
+    def fresh_answers(name: str) -> list[str]:
+        with VllmServer(final, logs / f"{layout}-{name}.log", ("--delta-sync", str(place / name)), base=options) as one:
+            return [one.complete(prompt, 32)["text"] for prompt in PROMPTS]
+
+    fresh = fresh_answers("fresh")
     return {
         "layout": layout,
         "card": f"2 x {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else "none",
         "versions": status["version"],
         "engines": len(status.get("engines", [status])),
         "bit_exact": live == {name: state.digest for name, state in trainer.states().items()},
-        "greedy_equals_fresh_server": greedy,
+        "greedy_equals_fresh_server": answers == fresh,
+        "fresh_servers_agree": None if answers == fresh else fresh == fresh_answers("second"),
         "interruptions": [why for r in recorders for why in r.interruptions],
         "tokens_while_committing": sum(len(times) for r in recorders for times in r.times),
         "refusals": status["refusals"],

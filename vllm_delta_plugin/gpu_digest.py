@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 
 import numpy as np
@@ -22,7 +23,7 @@ class DigestGroup:
     def __init__(self, dims: int, width: int) -> None:
         self._dims, self._width = dims, width
         self._numbers: list[int] = []
-        self._rows: list[list[int]] = []
+        self._rows = array("q")  # a list would be made an array in one go, which keeps the interpreter from all others
         self._programs: list[int] = []  # of each region
         self._count = 0  # of all programs
         self._like: torch.Tensor | None = None
@@ -36,7 +37,7 @@ class DigestGroup:
         row += [region.numel, self._count, *[1] * missing, *region.shape]
         row += [*[0] * missing, *region.dst_strides, *[0] * missing, *region.src_strides]
         assert len(row) == DIGESTED
-        self._rows.append(row)
+        self._rows.extend(row)
         self._numbers.append(number)
         self._programs.append(-(-region.numel // _EACH))
         self._count += self._programs[-1]
@@ -45,7 +46,7 @@ class DigestGroup:
         """Have them made, in launches of about ``elements``; yields how many each was given."""
         assert self._like is not None
         device = self._like.device
-        table = np.array(self._rows, np.int64)
+        table = np.frombuffer(self._rows, np.int64).reshape(-1, DIGESTED)
         piece_of = np.repeat(np.arange(len(table), dtype=np.int32), self._programs)
         given = np.full(self._count, _EACH, np.int64)
         given[np.cumsum(self._programs) - 1] = (table[:, 4] - 1) % _EACH + 1

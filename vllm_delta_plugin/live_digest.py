@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _MASK = 2**64 - 1
 _CHUNK = 1 << 22  # elements a torch pass handles at once: about 32 MiB for each int64 temporary
-_LAUNCH = 1 << 25  # elements a Triton launch handles: 0.05 ms (H200), so that decoding steps get between
+_LAUNCH = 1 << 25  # elements a Triton launch handles: 0.05 ms (H200, an older kernel); decoding steps get between
 
 
 @cache

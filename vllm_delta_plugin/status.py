@@ -241,7 +241,7 @@ class Status:
             }
 
 
-@cache  # a millisecond, and a status is made on the engine's thread
+@cache  # 0.2 ms, and a status is made on the engine's thread
 def plugin_version() -> str:
     """This distribution's version, or "unknown" when it runs from a folder that is not installed."""
     try:

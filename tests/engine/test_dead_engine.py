@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,17 +30,18 @@ class DyingEngines:
     def __init__(self, count: int) -> None:
         self.engine_core = self
         self.core_engines = list(range(count))
-        self._dies = time.monotonic() + LATER
+        self._dies = math.inf
 
     @property
     def errored(self) -> bool:
         return time.monotonic() > self._dies
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
+        self._dies = time.monotonic() + LATER
         await asyncio.Event().wait()
 
     async def _call_utility_async(self, method: str, *args: Any, engine: int) -> Any:
-        await asyncio.Event().wait()
+        await self.call_utility_async(method, *args)
 
 
 @pytest.fixture(params=[1, 2])
@@ -84,7 +86,8 @@ def test_a_request_that_waits_for_a_version_waits_no_longer(client: TestClient) 
     assert answer.status_code == 503 and answer.json()["delta_sync"]["reason"] == "dead"
 
 
-def test_metrics_go_on_without_it(client: TestClient) -> None:
+def test_metrics_go_on_without_it(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_delta_plugin.metrics_middleware.PATIENCE", 60.0)
     begin = time.monotonic()
     client.app.add_api_route("/metrics", lambda: "vLLM's")  # type: ignore[attr-defined]
     assert client.get("/metrics").text == '"vLLM\'s"'
@@ -95,7 +98,7 @@ class DyingCore:
     """Stands in for the client of an ``LLM`` whose engine is a process."""
 
     def __init__(self, lifetime: float) -> None:
-        self._dies = time.monotonic() + lifetime
+        self._lifetime, self._dies = lifetime, math.inf
         self.resources = self
 
     @property
@@ -103,6 +106,7 @@ class DyingCore:
         return time.monotonic() > self._dies
 
     def call_utility(self, method: str, *args: Any) -> Any:
+        self._dies = time.monotonic() + self._lifetime
         time.sleep(60)
 
 
@@ -116,7 +120,7 @@ def test_an_llm_does_not_wait_for_a_dead_engine() -> None:
 def test_an_llm_does_not_wait_for_ever_for_one_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_delta_plugin.offline._PATIENCE", 0.3)
     with pytest.raises(SyncTimeoutError, match=r"the engine's answer, expected within 0\.5 s"):
-        sync(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=DyingCore(1e9))), 9, timeout=0.2)
+        sync(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=DyingCore(math.inf))), 9, timeout=0.2)
 
 
 @pytest.mark.long

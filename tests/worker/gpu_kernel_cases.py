@@ -137,7 +137,7 @@ def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         ((2, 3, 2, 3, 2), (300, 80, 30, 8, 3), (100, 30, 12, 3, 1)),  # more dimensions than the kernel takes
     ],
 )
-@pytest.mark.parametrize("kind", ["BF16", "F32"])
+@pytest.mark.parametrize("kind", ["F8_E4M3", "BF16", "F32"])
 def test_digest_of_a_region(kind: str, shape, source, live, monkeypatch: pytest.MonkeyPatch) -> None:
     small_launches(monkeypatch)
     carrier = dtype(kind).carrier
@@ -170,7 +170,8 @@ def test_digests_of_many_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert whole.result == expected
     small_launches(monkeypatch)
     digests = live_digest.Digests(device.storages, regions)
-    assert sum(digests) == sum(given)
+    launched = list(digests)
+    assert sum(launched) == sum(given) and max(launched) == 768
     assert digests.result == expected
 
 

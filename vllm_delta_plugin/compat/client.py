@@ -1,6 +1,6 @@
 """Seam: vLLM's engine clients, through which a route, or who has an ``LLM``, asks the engines.
 
-vLLM answers nothing that was asked of an engine which died since: EngineDeadError says so within a second.
+vLLM answers nothing that was asked of an engine which died since: EngineDeadError says so once vLLM has noticed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_delta_plugin.compat.seam import require
 
 __all__ = ["DEAD", "EngineDeadError", "ask_blocking", "ask_each", "ask_engines", "ask_one", "count_engines"]
 Answer = TypeVar("Answer")
-DEAD = "the engine has died, and this server ends: see its log"
+DEAD = "the engine has died, or is being shut down: see the server's log"
 _LOOK = 0.5  # seconds between two looks whether the engine lives
 
 
@@ -49,8 +49,12 @@ async def ask_each(engine_client: Any, method: str, *, timeout: float) -> list[A
 
 
 def ask_blocking(core: Any, method: str, *args: Any, timeout: float) -> Any:
-    """The engine's answer to an ``LLM``'s client; raises as ``ask_engines``."""
+    """The engine's answer to an ``LLM``'s client; raises as ``ask_engines``.
+
+    vLLM's own call has no deadline: given up, it leaves a thread behind that waits as long as the process lives.
+    """
     require(core, "call_utility", "resources")
+    require(core.resources, "engine_dead")
     answer: Future[Any] = Future()
 
     def ask() -> None:
@@ -65,8 +69,8 @@ def ask_blocking(core: Any, method: str, *args: Any, timeout: float) -> Any:
         try:
             return answer.result(_until(deadline))
         except TimeoutError:
-            if answer.done():  # its own
-                raise
+            if answer.done():  # in this moment, or the error is its own
+                return answer.result()
             if core.resources.engine_dead:
                 raise EngineDeadError from None
             if time.monotonic() >= deadline:

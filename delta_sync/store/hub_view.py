@@ -19,7 +19,8 @@ from typing import Any
 
 import httpx2
 
-from delta_sync.errors import StoreError
+from delta_sync.errors import FormatError, StoreError
+from delta_sync.event_lines import event_lines
 from delta_sync.store.attempts import Again, Deadline
 from delta_sync.store.hub_client import HubClient
 from delta_sync.store.hub_tree import list_files
@@ -118,7 +119,9 @@ class HubView:
         """One connection to the feed, until it ends; whether it was of use."""
         params = {"cursor": self._cursor} if self._cursor else {}
         with self._client.stream(f"{self._client.api}/events", params, SILENCE_SECONDS, self._doing) as response:
-            return self._accepted(response) and self._listen(_events(response.iter_lines()))
+            return self._accepted(response) and self._listen(
+                _events(event_lines(response.iter_bytes(), EVENT_CHARACTERS))
+            )
 
     def _accepted(self, response: httpx2.Response) -> bool:
         """Whether this is a feed; if not, what to do next is set, or StoreError or Again raised."""
@@ -150,7 +153,10 @@ class HubView:
                     if self._fresh > -math.inf:
                         self._fresh = time.monotonic()
                     self._list_if_due()
-        except httpx2.HTTPError as error:  # silence, or an end without a word: something may have been missed
+        except (
+            httpx2.HTTPError,
+            FormatError,
+        ) as error:  # silence, or an end without a word: something may have been missed
             log.debug("the feed of %s ended: %s", self._client.bucket, error)
             self._next_listing = min(self._next_listing, time.monotonic() + SILENCE_SECONDS)
         finally:

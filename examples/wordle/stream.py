@@ -11,7 +11,10 @@ from typing import Any, Self
 
 import httpx
 
+from delta_sync.event_lines import event_lines
+
 NATURAL_ENDS = ("stop", "length")
+_LONGEST = 1 << 20  # bytes of an event
 STALL = 120.0  # seconds without a token after which a stream counts as interrupted
 
 
@@ -98,6 +101,6 @@ class StreamRecorder:
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    for line in response.iter_lines():
+    for line in event_lines(response.iter_bytes(), _LONGEST):
         if line.startswith("data:") and line != "data: [DONE]":
             yield json.loads(line.removeprefix("data:"))

@@ -174,6 +174,16 @@ def test_what_the_feed_may_say_is_taken_or_left(hub, writer, replica, hub_bucket
     assert view._cursor == "12"
 
 
+def test_a_feed_whose_line_never_ends_is_left(hub, writer, replica, hub_bucket):
+    """And a listing is due soon, as something may have been missed."""
+    follow(replica)
+    view = replica._view
+    view._next_listing = before = time.monotonic() + 1e6
+    endless = hub_view.event_lines(repeat(b"x" * 100), limit=1000)
+    assert not view._listen(hub_view._events(endless))
+    assert view._next_listing < before
+
+
 def test_an_event_without_end_is_not_collected(monkeypatch):
     monkeypatch.setattr(hub_view, "EVENT_CHARACTERS", 100)
     lines = chain(["event: changes"], repeat(f"data: {'x' * 40}"))

@@ -36,7 +36,8 @@ def completions(behave):
                     yield f"data: {json.dumps(item)}\n\n"
                     continue
                 text, reason = item if isinstance(item, tuple) else (item, None)
-                yield f"data: {json.dumps({'choices': [{'text': text, 'finish_reason': reason}]})}\n\n"
+                event = {"choices": [{"text": text, "finish_reason": reason}]}
+                yield f"data: {json.dumps(event, ensure_ascii=False)}\n\n"  # as vLLM does
             yield "data: [DONE]\n\n"
 
         return StreamingResponse(body(), media_type="text/event-stream")
@@ -74,6 +75,12 @@ def test_what_is_no_event_is_an_interruption_and_the_next_stream_begins(serve):
     app = completions(lambda n: ["x", b"data: {not json\n\n"] if n == 0 else ["x", ("y", "length")])
     recorder = record(serve(app), lambda recorder: len(recorder.streams) >= 3)
     assert len(recorder.interruptions) == 1 and "JSONDecodeError" in recorder.interruptions[0]
+
+
+def test_characters_that_unicode_ends_lines_with_end_no_event(serve):
+    app = completions(lambda n: ["a\u2028", "\x85\x1c", "\u2029", ("é", "length")])
+    recorder = record(serve(app), lambda recorder: len(recorder.streams) >= 3)
+    assert not recorder.interruptions and len(recorder.streams[0].times) == 4
 
 
 def test_our_own_stop_is_no_interruption(serve):

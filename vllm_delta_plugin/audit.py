@@ -70,11 +70,11 @@ def _scan_once(job: Job[Any], weights: WeightMap, device: Device, generation: Ca
     if started % 2:
         return None
     with device.reading():
-        for given in digests:
+        for launched in digests:
             job.check()
             if generation() != started:
                 return None
-            if given:
+            if launched:
                 time.sleep(_REST)
             else:
                 pace()

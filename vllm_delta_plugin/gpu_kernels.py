@@ -18,10 +18,9 @@ FLIP_WARPS = 8  # an element a thread
 # after its last, where in the output the piece begins, the number of its first program, and the tensor's size.
 PIECE = 24
 CODED_BLOCK = 1024
-# A row of the table of digests, int64 [18]: the storage's address, the tensor's digest key, the region's first live
+# A row of the digest's table, int64 [18]: the storage's address, the tensor's digest key, the region's first live
 # element and first position, how many elements it has, the number of its first program, four sizes, live and source
 # strides.
-DIGESTED = 18
 DIGEST_BLOCK, ROUNDS = 1024, 16  # one program of the digest sums up so many blocks before its atomic addition
 MAX_DIMS = 4  # of a region that these kernels take
 
@@ -166,13 +165,13 @@ def digest(
 ):  # fmt: skip
     """Add to each piece's ``sums`` (int64) its part of its tensor's digest, by the programs from ``first`` on.
 
-    ``piece_of`` (int32, of all programs): each one's piece, a region: see DIGESTED. Its live element ``l + i . d`` is
+    ``piece_of`` (int32, of all programs): each one's piece, a region, as a row says. Its live element ``l + i . d`` is
     position ``p + i . s`` of the tensor, for ``i`` below its sizes, of which the last ``DIMS`` count. ``like`` has the
     storages' element type.
     """
     program = tl.program_id(0) + first
     number = tl.load(piece_of + program)
-    piece = pieces + number.to(tl.int64) * 18  # DIGESTED
+    piece = pieces + number.to(tl.int64) * 18
     bits, key = tl.load(piece).to(like.dtype), tl.load(piece + 1).to(tl.uint64)
     live0, src0, total = tl.load(piece + 2), tl.load(piece + 3), tl.load(piece + 4)
     n1, n2, n3 = tl.load(piece + 7), tl.load(piece + 8), tl.load(piece + 9)

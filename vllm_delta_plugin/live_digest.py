@@ -30,8 +30,7 @@ def tensor_key(name: str) -> int:
 class Digests:
     """The digests of many live regions. Iterate over it to have them made, then take the ``result``.
 
-    On a GPU nothing waits before that, and many regions share a launch. Each pass yields how many elements the GPU was
-    given by it: 0 where the host has worked.
+    On a GPU nothing waits before that, and many regions share a launch. Each pass yields whether it was a launch.
     """
 
     def __init__(self, storages: Sequence[LiveStorage], regions: Sequence[Region]) -> None:
@@ -39,7 +38,7 @@ class Digests:
         self._known: dict[int, int] = {}  # a region's number -> its digest
         self._groups: list[DigestGroup] = []
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[bool]:
         groups: dict[tuple[int, int], DigestGroup] = {}
         for number, region in enumerate(self._regions):
             storage = self._storages[region.storage]
@@ -50,12 +49,13 @@ class Digests:
 
                 kind = (max(1, len(region.shape)), storage.dtype.itemsize)
                 if kind not in groups:
-                    groups[kind] = DigestGroup(*kind)
+                    groups[kind] = DigestGroup(kind[0], storage.bits)
                 groups[kind].add(number, region, storage)
-            yield 0
+            yield False
         self._groups = list(groups.values())
         for group in self._groups:
-            yield from group.launch(_LAUNCH)
+            for _ in group.launch(_LAUNCH):
+                yield True
 
     @property
     def result(self) -> list[int]:

@@ -119,9 +119,8 @@ class HubView:
         """One connection to the feed, until it ends; whether it was of use."""
         params = {"cursor": self._cursor} if self._cursor else {}
         with self._client.stream(f"{self._client.api}/events", params, SILENCE_SECONDS, self._doing) as response:
-            return self._accepted(response) and self._listen(
-                _events(event_lines(response.iter_bytes(), EVENT_CHARACTERS))
-            )
+            lines = event_lines(response.iter_bytes(), EVENT_CHARACTERS)
+            return self._accepted(response) and self._listen(_events(lines))
 
     def _accepted(self, response: httpx2.Response) -> bool:
         """Whether this is a feed; if not, what to do next is set, or StoreError or Again raised."""
@@ -153,10 +152,7 @@ class HubView:
                     if self._fresh > -math.inf:
                         self._fresh = time.monotonic()
                     self._list_if_due()
-        except (
-            httpx2.HTTPError,
-            FormatError,
-        ) as error:  # silence, or an end without a word: something may have been missed
+        except (httpx2.HTTPError, FormatError) as error:  # silence, an end without a word: it may have missed something
             log.debug("the feed of %s ended: %s", self._client.bucket, error)
             self._next_listing = min(self._next_listing, time.monotonic() + SILENCE_SECONDS)
         finally:

@@ -186,7 +186,8 @@ def main() -> None:
             found = sync.tensors(True)
             return found.result(30.0) if isinstance(found, Future) else found
         bits = {name: value.tobytes().hex() for name, value in rank.live.items()}
-        return {**sync.status(), "bits": bits, "forwards": core.forwards, "mixed": core.mixed}
+        ours = {"bits": bits, "forwards": core.forwards, "mixed": core.mixed, "switch": sys.getswitchinterval()}
+        return sync.status() | ours
 
     def answered(question: dict[str, Any]) -> Any:
         try:

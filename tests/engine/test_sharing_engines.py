@@ -143,6 +143,7 @@ def test_idle_and_busy_engines_commit_at_one_step(engines_of: Callable[..., Engi
         engines.wait_version(engines.publish())
         found = engines.assert_live(engines.trainer.weights)
     assert all(status["forwards"] > 20 and status["commits"] == 6 for status in found)
+    assert all(status["switch"] < 1.1e-4 for status in found), "threads do not keep the interpreter from the engine's"
     engines.all(busy=False)
     newest = [engines.publish() for _ in range(3)][-1]
     engines.wait_version(newest)

@@ -1,11 +1,12 @@
-"""A call made on a thread of its own."""
+"""Calls made on threads of their own."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
 
@@ -16,12 +17,48 @@ def aside(call: Callable[[], T], name: str = "delta-sync-aside") -> Future[T]:
     On a daemon, as a store call may never return; it has the priority of the thread that begins it.
     """
     future: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 (whoever asks for the result raises it)
-            future.set_exception(error)
-
-    threading.Thread(target=work, name=name, daemon=True).start()
+    threading.Thread(target=_fulfil, args=(future, call), name=name, daemon=True).start()
     return future
+
+
+class Crew:
+    """Like ``aside`` for many calls, on as many threads as there were calls under way at once; a context manager.
+
+    To start a thread takes an engine in the same process longer than the Python of a whole object does.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._threads = 0
+        self._idle = threading.Semaphore(0)  # threads that wait for a call which nobody has put there yet
+
+    def begin(self, call: Callable[[], T]) -> Future[T]:
+        """See ``aside``."""
+        future: Future[T] = Future()
+        self._calls.put((future, call))
+        if not self._idle.acquire(blocking=False):
+            self._threads += 1
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        return future
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Let the threads end once all calls have come to their end, which is not waited for."""
+        for _ in range(self._threads):
+            self._calls.put(None)
+
+    def _work(self) -> None:
+        while (todo := self._calls.get()) is not None:
+            _fulfil(*todo)
+            del todo  # while waiting it would keep the result
+            self._idle.release()
+
+
+def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # noqa: BLE001 (whoever asks for the result raises it)
+        future.set_exception(error)

@@ -15,8 +15,6 @@ from delta_sync.errors import FormatError
 from delta_sync.limits import Limits
 from delta_sync.tensor_delta import Encoding
 
-Content = bytes | npt.NDArray[np.uint8]
-
 
 @dataclass(frozen=True)
 class Group:
@@ -54,7 +52,7 @@ class Codec(ABC):
         """The streams of one group."""
 
     @abstractmethod
-    def unpack(self, group: Group, streams: Mapping[str, memoryview], limits: Limits) -> dict[str, Content]:
+    def unpack(self, group: Group, streams: Mapping[str, memoryview], limits: Limits) -> dict[str, bytes]:
         """What one group's streams hold, entropy coding undone.
 
         The streams may hold anything: FormatError unless each has a size that the group can have, which is checked
@@ -62,7 +60,7 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def join(self, group: Group, contents: Mapping[str, Content]) -> tuple[npt.NDArray[np.int64], Bits]:
+    def join(self, group: Group, contents: Mapping[str, bytes]) -> tuple[npt.NDArray[np.int64], Bits]:
         """Positions and values of one group, from what ``unpack`` gave.
 
         FormatError unless that is exactly the group, with positions that increase strictly within each tensor and no

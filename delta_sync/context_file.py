@@ -10,13 +10,13 @@ import numpy.typing as npt
 
 from delta_sync.bitmap import Bits
 from delta_sync.checks import check
-from delta_sync.container import read_container, write_container
+from delta_sync.container import write_container
 from delta_sync.context_codec import CONTEXT_CODEC, STREAMS, Layer
 from delta_sync.context_decode import decode_group, read_table
 from delta_sync.context_encode import Coded, Source, encode_group
 from delta_sync.context_model import Tile, tiles
 from delta_sync.delta import flat
-from delta_sync.delta_file import Unpacked, decode_delta, encode_delta, unpack_delta
+from delta_sync.delta_file import Unpacked, encode_delta, open_delta, unpack_frames
 from delta_sync.delta_header import DeltaHeader, Entry, TableGroup, from_metadata, to_metadata
 from delta_sync.dtypes import DType
 from delta_sync.errors import FormatError, MappingError
@@ -124,19 +124,16 @@ def _plain_size(coded: Coded, positions: npt.NDArray[np.int64], counts: Sequence
 Decoded = tuple[DeltaHeader, list[TensorDelta]]
 
 
-def needs_base(data: bytes, limits: Limits = DEFAULT_LIMITS) -> bool:
-    """Whether only ``decode_against`` can decode an object; FormatError."""
-    return from_metadata(read_container(data, limits)[0], limits)[0].codec == CONTEXT_CODEC
+def unpack_if_alone(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Unpacked | bytes:
+    """An object unpacked if it decodes without a base, else its bytes, for ``decode_against``; FormatError."""
+    opened = open_delta(data, limits)
+    return data if opened.header.codec == CONTEXT_CODEC else unpack_frames(opened, limits)
 
 
 def decode_if_alone(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Decoded | bytes:
     """An object decoded if that needs no base, else its bytes, for ``decode_against``; FormatError."""
-    return data if needs_base(data, limits) else decode_delta(data, limits)
-
-
-def unpack_if_alone(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Unpacked | bytes:
-    """An object unpacked if it decodes without a base, else its bytes; FormatError."""
-    return data if needs_base(data, limits) else unpack_delta(data, limits)
+    unpacked = unpack_if_alone(data, limits)
+    return unpacked if isinstance(unpacked, bytes) else (unpacked.header, unpacked.deltas())
 
 
 def decode_against(
@@ -148,10 +145,10 @@ def decode_against(
     (the digests tell) or refused. It is called only for context-coded objects, and its errors are passed on. Where it
     gives a part of a tensor, only changes in that are decoded; MappingError if the tiles do not make up the part.
     """
-    metadata, streams = read_container(data, limits)
-    header, table = from_metadata(metadata, limits)
+    opened = open_delta(data, limits)
+    header, table, streams = opened.header, opened.table, opened.streams
     if header.codec != CONTEXT_CODEC:
-        return decode_delta(data, limits)
+        return header, unpack_frames(opened, limits).deltas()
     expected = [f"{i}.{name}" for i in range(len(table)) for name in STREAMS]
     if list(streams) != expected:
         raise FormatError("delta object streams", expected=str(expected)[:200], got=str(list(streams))[:200])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from delta_sync.checks import check
-from delta_sync.codec import Codec, Content, Group, codec_named
+from delta_sync.codec import Codec, Group, codec_named
 from delta_sync.container import read_container, write_container
 from delta_sync.delta_header import DeltaHeader, Entry, TableGroup, from_metadata, to_metadata
 from delta_sync.errors import FormatError
@@ -55,7 +55,7 @@ class UnpackedGroup:
     codec: Codec
     coded: Group
     entries: tuple[Entry, ...]
-    contents: Mapping[str, Content]
+    contents: Mapping[str, bytes]
 
     def deltas(self) -> Iterator[TensorDelta]:
         """One delta a tensor; FormatError."""
@@ -83,8 +83,28 @@ class Unpacked:
 
 def unpack_delta(data: bytes | memoryview, limits: Limits = DEFAULT_LIMITS) -> Unpacked:
     """One object with its frames undone, which is most of the work and none of the memory; FormatError."""
+    return unpack_frames(open_delta(data, limits), limits)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """One delta object whose header is read and nothing else; ``data`` are its bytes, ``streams`` parts of them."""
+
+    data: bytes | memoryview
+    header: DeltaHeader
+    table: Sequence[TableGroup]
+    streams: Mapping[str, memoryview]
+
+
+def open_delta(data: bytes | memoryview, limits: Limits = DEFAULT_LIMITS) -> Opened:
+    """An object's header, checked, of whatever codec; FormatError."""
     metadata, streams = read_container(data, limits)
-    header, table = from_metadata(metadata, limits)
+    return Opened(data, *from_metadata(metadata, limits), streams)
+
+
+def unpack_frames(opened: Opened, limits: Limits = DEFAULT_LIMITS) -> Unpacked:
+    """The rest of ``unpack_delta``."""
+    header, table, streams = opened.header, opened.table, opened.streams
     codec = codec_named(header.codec)
     coded = [group.coded(f"group {i}") for i, group in enumerate(table)]
     expected = [f"{i}.{name}" for i, group in enumerate(table) for name in codec.stream_names(coded[i])]
@@ -94,7 +114,7 @@ def unpack_delta(data: bytes | memoryview, limits: Limits = DEFAULT_LIMITS) -> U
     for i, group in enumerate(coded):
         own = {name: streams[f"{i}.{name}"] for name in codec.stream_names(group)}
         groups.append(UnpackedGroup(codec, group, table[i].entries, codec.unpack(group, own, limits)))
-    return Unpacked(data, header, groups)
+    return Unpacked(opened.data, header, groups)
 
 
 def _grouped(deltas: Sequence[TensorDelta]) -> Iterator[list[TensorDelta]]:

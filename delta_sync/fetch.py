@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from delta_sync.aside import aside
+from delta_sync.aside import Crew
 from delta_sync.manifest import ObjectRef
 from delta_sync.threads import thread_count
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 AHEAD = max(4, min(16, os.cpu_count() or 1))  # objects on their way, or waiting to be taken, at once
 AHEAD_BYTES = 64 * 1024**2  # and so many bytes of them, coded; one object may be larger
+AT_WORK = (
+    4  # threads that work on bytes: twice as many made an engine beside them wait for the interpreter for twice as long
+)
 
 T = TypeVar("T")
 
@@ -26,20 +29,21 @@ T = TypeVar("T")
 def fetch(
     ledger: Ledger, refs: Sequence[ObjectRef], then: Callable[[bytes], T], most_bytes: int = AHEAD_BYTES
 ) -> Iterator[T]:
-    """``then`` of every object's bytes, in order, on the threads that fetch them, ``thread_count()`` at a time.
+    """``then`` of every object's bytes, in order, on the threads that fetch them, a few at a time.
 
     With more than there are cores for nothing is done sooner, and an engine in the same process waits for them. Raises
     what ``Ledger.read_object`` and ``then`` raise, at the object it is about. A caller that stops early leaves what
     runs to come to its end unheeded.
     """
     coming: deque[tuple[ObjectRef, Future[T]]] = deque()
-    at_work = threading.Semaphore(thread_count())
-    for ref in refs:
-        while coming and (len(coming) == AHEAD or ref.size + sum(other.size for other, _ in coming) > most_bytes):
+    at_work = threading.Semaphore(thread_count(AT_WORK))
+    with Crew("delta-sync-fetch") as crew:
+        for ref in refs:
+            while coming and (len(coming) == AHEAD or ref.size + sum(other.size for other, _ in coming) > most_bytes):
+                yield coming.popleft()[1].result()
+            coming.append((ref, crew.begin(partial(_take, ledger, ref, then, at_work))))
+        while coming:
             yield coming.popleft()[1].result()
-        coming.append((ref, aside(partial(_take, ledger, ref, then, at_work), "delta-sync-fetch")))
-    while coming:
-        yield coming.popleft()[1].result()
 
 
 def _take(ledger: Ledger, ref: ObjectRef, then: Callable[[bytes], T], at_work: threading.Semaphore) -> T:

@@ -15,7 +15,7 @@ LEVEL = 1
 _MAX_EXPANSION = 2**15
 
 
-_kept = threading.local()  # one compressor of each kind a thread: making one takes longer than a small frame
+_kept = threading.local()  # one (de)compressor of each kind a thread: making one takes longer than a small frame
 
 
 def compress(data: bytes, level: int = LEVEL) -> bytes:
@@ -41,6 +41,13 @@ def compress_symbols(data: bytes | npt.NDArray[np.uint8]) -> bytes:
     return frame
 
 
+def _decompressor() -> zstandard.ZstdDecompressor:
+    if not hasattr(_kept, "decompressor"):
+        _kept.decompressor = zstandard.ZstdDecompressor()
+    found: zstandard.ZstdDecompressor = _kept.decompressor
+    return found
+
+
 def content_size(frame: memoryview, what: str) -> int:
     """How many bytes a frame declares to hold, checked against what its length could yield; FormatError."""
     if not len(frame):
@@ -62,7 +69,7 @@ def decompress(frame: memoryview, what: str) -> bytes:
     if not size:
         return b""
     try:
-        content = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+        content = _decompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise FormatError(what, expected="one intact zstd frame", got=str(error)) from None
     if len(content) != size:

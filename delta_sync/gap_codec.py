@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from delta_sync.bitmap import Bits
-from delta_sync.codec import Codec, Content, Group, register
+from delta_sync.codec import Codec, Group, register
 from delta_sync.errors import FormatError
 from delta_sync.frames import compress, content_size, decompress
 from delta_sync.gaps import decode_gaps, encode_gaps, longest
@@ -42,14 +42,14 @@ class GapCodec(Codec):
         names = self.stream_names(group)
         return {name: compress(content) for name, content in zip(names, contents, strict=True)}
 
-    def unpack(self, group: Group, streams: Mapping[str, memoryview], limits: Limits) -> dict[str, Content]:
+    def unpack(self, group: Group, streams: Mapping[str, memoryview], limits: Limits) -> dict[str, bytes]:
         """See Codec."""
         names = self.stream_names(group)
         for name in names:
             _check_size(name, group, streams[name], limits)
         return {name: decompress(streams[name], _what(group, name)) for name in names}
 
-    def join(self, group: Group, contents: Mapping[str, Content]) -> tuple[npt.NDArray[np.int64], Bits]:
+    def join(self, group: Group, contents: Mapping[str, bytes]) -> tuple[npt.NDArray[np.int64], Bits]:
         """See Codec."""
         gap, *coded = (contents[name] for name in self.stream_names(group))
         positions = decode_gaps(gap, group.counts, group.sizes, f"{group.label} gaps")

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from delta_sync.codec import Content
 from delta_sync.errors import FormatError
 from delta_sync.jit import compiled
 
@@ -65,7 +64,7 @@ def encode_gaps(positions: npt.NDArray[np.int64], counts: Sequence[int]) -> byte
     return out[:used].tobytes()
 
 
-def decode_gaps(stream: Content, counts: Sequence[int], sizes: Sequence[int], what: str) -> npt.NDArray[np.int64]:
+def decode_gaps(stream: bytes, counts: Sequence[int], sizes: Sequence[int], what: str) -> npt.NDArray[np.int64]:
     """The inverse of ``encode_gaps``; FormatError unless tensor k's positions stay below ``sizes[k]``."""
     gaps = np.frombuffer(stream, np.uint8)
     positions = np.empty(sum(counts), np.int64)

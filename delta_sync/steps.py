@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from delta_sync.bitmap import Bits
-from delta_sync.codec import Content
 from delta_sync.dtypes import DType
 from delta_sync.errors import FormatError
 from delta_sync.jit import compiled
@@ -66,7 +65,7 @@ def encode_steps(steps: Bits, dtype: DType) -> tuple[bytes, bytes, bytes]:
     return low.tobytes(), extension.tobytes(), signs.tobytes()
 
 
-def decode_steps(low: Content, extension: Content, signs: Content, dtype: DType, what: str) -> Bits:
+def decode_steps(low: bytes | npt.NDArray[np.uint8], extension: bytes, signs: bytes, dtype: DType, what: str) -> Bits:
     """The inverse of ``encode_steps``; FormatError for extensions or signs that do not match the sizes."""
     sizes, packed = np.frombuffer(low, np.uint8), np.frombuffer(signs, np.uint8)
     more = np.frombuffer(extension, dtype.carrier)

@@ -15,12 +15,12 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def thread_count() -> int:
-    """What DELTA_SYNC_THREADS says, else half of the cores that this process may use, 1 to 8; FormatError."""
+def thread_count(most: int = MOST) -> int:
+    """What DELTA_SYNC_THREADS says, else half of the cores that this process may use, 1 to ``most``; FormatError."""
     said = os.environ.get(SETTING)
     if said is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return min(MOST, max(1, cores // 2))
+        return min(most, max(1, cores // 2))
     if not said.isdecimal() or not int(said):
         raise FormatError(SETTING, expected="a number of threads from 1", got=repr(said))
     return int(said)

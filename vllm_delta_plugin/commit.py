@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from delta_sync.context_file import Decoded, decode_if_alone
+from delta_sync.context_file import Decoded, decode_if_alone, unpack_if_alone
 from delta_sync.delta_file import Unpacked
 from vllm_delta_plugin.coverage import WeightMap
 from vllm_delta_plugin.exchange import exchange
@@ -139,11 +139,7 @@ class Cuda:
 
     def read(self, data: bytes) -> Unpacked | Decoded | bytes:
         """See Device."""
-        if not HAS_TRITON:
-            return decode_if_alone(data)
-        from vllm_delta_plugin.gpu_decode import unpack_near
-
-        return unpack_near(data, self._device)
+        return unpack_if_alone(data) if HAS_TRITON else decode_if_alone(data)
 
     def prepare(self, builder: StageBuilder) -> Swap:
         """See Device."""

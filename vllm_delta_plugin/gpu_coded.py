@@ -17,6 +17,7 @@ from vllm_delta_plugin.gpu_kernels import CODED_BLOCK, stage_coded
 from vllm_delta_plugin.gpu_pieces import OnDevice, row
 from vllm_delta_plugin.live_storage import SIGNED, LiveStorage, model_device
 from vllm_delta_plugin.regions import Region
+from vllm_delta_plugin.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ def stage_coded_on_device(
     addresses = torch.empty(total, dtype=torch.int64, device=device)
     staged = torch.empty(total, dtype=SIGNED[width], device=device)
     if pieces:
-        table = _send(np.array(rows, np.int64).reshape(-1), device)
-        piece_of = _send(np.repeat(np.arange(len(pieces), dtype=np.int64), programs), device)
+        table = to_device(np.array(rows, np.int64).reshape(-1), device)
+        piece_of = to_device(np.repeat(np.arange(len(pieces), dtype=np.int64), programs), device)
         stage_coded[(begun,)](
             changes.running, changes.sizes, changes.signs, changes.ranks, changes.extensions,
             changes.extensions.numel(), addresses, staged, piece_of, table, sums, counts, outside,
@@ -86,9 +87,3 @@ def stage_coded_on_device(
         inside = addresses != 0
         addresses, staged = addresses[inside], staged[inside]
     return OnDevice(addresses, staged), Pending(group.coded, changes.extensions.numel(), pieces, report)
-
-
-def _send(table: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """A small array on its way to the device; PyTorch keeps its pinned memory until it is there."""
-    host = torch.from_numpy(table)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -6,23 +6,22 @@ other, are prefix sums here. Nothing waits for the GPU: what is wrong with the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from delta_sync.codec import Content, Group
-from delta_sync.context_file import unpack_if_alone
+from delta_sync.codec import Group
 from delta_sync.delta_file import DEFAULT_CODEC, Unpacked, UnpackedGroup
 from delta_sync.errors import FormatError
 from delta_sync.gaps import MORE
 from delta_sync.steps import ESCAPE, check_escapes, check_extensions
 from vllm_delta_plugin.gpu_kernels import CODED_BLOCK, spread
 from vllm_delta_plugin.live_storage import SIGNED
+from vllm_delta_plugin.transfer import together_to_device
 
 DECODING = 40  # bytes of device memory a change, at most, that decoding takes for a moment
-_ALIGNED = 16  # bytes; where a stream begins in the memory that a group's streams share
 
 
 @dataclass(frozen=True)
@@ -43,22 +42,6 @@ class Changes:
     found: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Near(UnpackedGroup):
-    """A group whose contents are ``places`` of one ``memory`` (uint8), pinned where there is a GPU."""
-
-    memory: torch.Tensor
-    places: dict[str, slice]
-
-
-def unpack_near(data: bytes, device: torch.device) -> Unpacked | bytes:
-    """An object unpacked, ready to be uploaded if it ``can_decode``; its bytes, if it decodes only against a base."""
-    unpacked = unpack_if_alone(data)
-    if isinstance(unpacked, bytes) or not can_decode(unpacked):
-        return unpacked
-    return replace(unpacked, groups=[near(group, device) for group in unpacked.groups])
-
-
 def can_decode(object_: Unpacked) -> bool:
     """Whether all groups are of the usual codec, and no tensor is in two of them."""
     names = [entry.name for group in object_.groups for entry in group.entries]
@@ -66,37 +49,17 @@ def can_decode(object_: Unpacked) -> bool:
     return usual and len(names) == len(set(names))
 
 
-def near(group: UnpackedGroup, device: torch.device) -> Near:
-    """The same contents where an upload to the device is quick."""
-    if isinstance(group, Near):
-        return group
-    places, end = {}, 0
-    for name, content in group.contents.items():
-        places[name] = slice(end, end + len(content))
-        end += -(-len(content) // _ALIGNED) * _ALIGNED
-    if device.type == "cpu":
-        memory = torch.empty(end, dtype=torch.uint8)
-    else:
-        with torch.cuda.device(device):  # the threads that fetch know of none
-            memory = torch.empty(end, dtype=torch.uint8, pin_memory=True)
-    views: dict[str, Content] = {name: memory.numpy()[place] for name, place in places.items()}
-    for name, view in views.items():
-        np.copyto(view, np.frombuffer(group.contents[name], np.uint8))  # type: ignore[arg-type]
-    return Near(group.codec, group.coded, group.entries, views, memory, places)
-
-
 def decode(group: UnpackedGroup, device: torch.device) -> Changes:
     """The changes of a group, at least one, of an object that ``can_decode``, under way on the current stream.
 
     FormatError for what can be seen without the GPU; ``check_found`` tells of the rest.
     """
-    coded, here = group.coded, near(group, device)
-    gap, more = here.contents["gap"], np.frombuffer(here.contents["step_ext"], coded.dtype.carrier)
-    if gap[-1] == MORE:
+    coded, contents = group.coded, [group.contents[name] for name in ("gap", "step", "sign", "step_ext")]
+    more = np.frombuffer(contents[3], coded.dtype.carrier)
+    if contents[0][-1] == MORE:
         raise _wrong_gaps(coded, f"{coded.changed} changes", "a gap without an end")
-    check_extensions(more, np.frombuffer(here.contents["sign"], np.uint8), coded.changed, f"{coded.label} steps")
-    memory = here.memory.to(device, non_blocking=True)
-    gaps, sizes, signs, extensions = (memory[here.places[name]] for name in ("gap", "step", "sign", "step_ext"))
+    check_extensions(more, np.frombuffer(contents[2], np.uint8), coded.changed, f"{coded.label} steps")
+    gaps, sizes, signs, extensions = together_to_device(contents, device)
     ends, escaped = gaps != MORE, sizes == ESCAPE
     order = torch.cumsum(ends, 0, dtype=torch.int32)
     reached = torch.cumsum(gaps.to(torch.int32) + ends, 0, dtype=torch.int64)

@@ -5,10 +5,11 @@ Usage: python benchmarks/gpu/commit_gap.py [--shape qwen3-0.6b] [--versions 20] 
 The weights are random in the true shapes, the server is a stock one with CUDA graphs, and the numbers are a client's.
 All versions are published before the server starts, and given to it one by one: no trainer works beside it.
 *At commit*: of each stream the longest gap between two tokens that touches the commit or the 10 ms after it, of all
-commits. *Control*: the same at moments 0.35 s after a version was served, when nothing happens. *While staging*: of all
-streams the longest gap from the manifest's being there until the version is served. *Audit*: as control, while all of
-memory is scanned. At the end the live bits are read out of the server and digested, and must be the trainer's; greedy
-answers must be a fresh engine's.
+commits. *Control*: the same at moments 0.35 s after a version was served, when nothing happens but that the status is
+asked 20 times a second, as while versions come. *While staging*: of all streams the longest gap from the manifest's
+being there until the version is served. *Audit*: as control, all 20 ms while all of memory is scanned, and *between
+audits*, for as long after each: streams have grown by then, and with them steps. At the end the live bits are read out
+of the server and digested, and must be the trainer's; greedy answers must be a fresh engine's.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=20)
     parser.add_argument("--fraction", type=float, default=0.01)
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--logs", type=Path, help="keep the servers' logs here")
+    parser.add_argument("--logs", type=Path, help="keep the servers' logs and all times here")
     parser.add_argument("--no-fresh", action="store_true", help="leave out the fresh engine, a third of the time")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -181,8 +182,8 @@ def serve(
             rows = [step(server, run, number) for number in range(1, args.versions + 1)]
             say("auditing", began)
             audits = [audit(server) for _ in range(5)]
-            time.sleep(1)
             recorders = streams.stop()
+        keep(logs / "times.npz", rows, audits, recorders)
         heard = [row for row in rows if gaps(recorders, row["begin"], row["end"])]
         if len(heard) < 0.9 * len(rows):  # else all streams were between two completions
             missed = f"{len(rows) - len(heard)} of {len(rows)} versions"
@@ -214,24 +215,26 @@ def fresh_answers(args: argparse.Namespace, place: Path, run: PreparedRun, logs:
 
 
 Span = tuple[float, float]
+Audit = tuple[float, float, float]
 
 
-def summary(rows: list[dict[str, Any]], audits: list[Span], recorders: list[Recorded], quiet: Span) -> dict[str, Any]:
+def summary(rows: list[dict[str, Any]], audits: list[Audit], recorders: list[Recorded], quiet: Span) -> dict[str, Any]:
     """What the clients and the server saw, in milliseconds."""
     staging = [max(gaps(recorders, row["begin"], row["end"])) for row in rows]
     ordinary = gaps(recorders, *quiet)
     at_commit = [gap for row in rows for gap in longest(recorders, row["commit_begin"], row["commit_end"])]
     control = [gap for row in rows for gap in longest(recorders, row["end"] + 0.35, row["end"] + 0.35)]
-    audited = [gap for begin, end in audits for at in np.arange(begin, end, 0.02) for gap in longest(recorders, at, at)]
+    audited = [gap for begin, end, _ in audits for gap in sampled(recorders, begin, end)]
+    between = [gap for _, end, after in audits for gap in sampled(recorders, end + 0.05, after - 0.05)]
     return {
         "gap_without_versions_ms": spread(ordinary),
         "gap_at_control_ms": spread(control),
         "gap_at_commit_ms": spread(at_commit),
-        "gap_at_commit_over_control": {
-            name: round(spread(at_commit)[name] / spread(control)[name], 2) for name in ("median", "p99")
-        },
+        "gap_at_commit_over_control": ratios(at_commit, control),
         "gap_while_audited_ms": spread(audited),
-        "audit_ms": spread([1e3 * (end - begin) for begin, end in audits]),
+        "gap_between_audits_ms": spread(between),
+        "gap_while_audited_over_between": ratios(audited, between),
+        "audit_ms": spread([1e3 * (end - begin) for begin, end, _ in audits]),
         "longest_gap_while_staging_ms": spread(staging),
         "commit_ms_first": round(rows[0]["commit_ms"], 3),
         "commit_ms": spread([row["commit_ms"] for row in rows]),
@@ -242,19 +245,30 @@ def summary(rows: list[dict[str, Any]], audits: list[Span], recorders: list[Reco
     }
 
 
+def keep(path: Path, rows: list[dict[str, Any]], audits: list[Audit], recorders: list[Recorded]) -> None:
+    """Write what the summary is made of: unix times of each completion's tokens, of versions and of audits."""
+    tokens = {f"{i}.{j}": np.array(times) for i, r in enumerate(recorders) for j, times in enumerate(r.times)}
+    np.savez_compressed(path, rows=json.dumps(rows), audits=np.array(audits), **tokens)
+
+
 def longest(recorders: list[Recorded], begin: float, end: float) -> list[float]:
     """Of each stream the longest gap, in milliseconds, that touches [begin, end + 10 ms]."""
     found = [gaps([recorder], begin, end + 0.01) for recorder in recorders]
     return [max(of_stream) for of_stream in found if of_stream]
 
 
-def audit(server: VllmServer) -> tuple[float, float]:
-    """When a full scan of live memory began and ended."""
+def sampled(recorders: list[Recorded], begin: float, end: float) -> list[float]:
+    """``longest`` all 20 ms from begin to end."""
+    return [gap for at in np.arange(begin, end, 0.02) for gap in longest(recorders, at, at)]
+
+
+def audit(server: VllmServer) -> Audit:
+    """When a full scan of live memory began and ended, and until when nothing happened after it."""
     begin = time.time()
     server.get("/delta_sync/tensors?scan=1", timeout=300)
     end = time.time()
-    time.sleep(0.3)
-    return begin, end
+    time.sleep(max(0.3, end - begin))
+    return begin, end, time.time()
 
 
 def step(server: VllmServer, run: PreparedRun, number: int) -> dict[str, Any]:
@@ -263,7 +277,7 @@ def step(server: VllmServer, run: PreparedRun, number: int) -> dict[str, Any]:
     run.give(number)
     status = server.wait_version(number + 1, 60)
     end = time.time()
-    time.sleep(0.5)
+    server.wait_status("half a second", lambda _: time.time() > end + 0.5)  # asks as often as before, for the control
     return {
         "begin": begin,
         "end": end,
@@ -278,6 +292,11 @@ def spread(values: list[float]) -> dict[str, float]:
     """Median, 99th percentile and largest, rounded."""
     median, p99 = np.percentile(values, [50, 99])
     return {"median": round(float(median), 3), "p99": round(float(p99), 3), "max": round(max(values), 3)}
+
+
+def ratios(some: list[float], others: list[float]) -> dict[str, float]:
+    """Of the medians and of the 99th percentiles."""
+    return {name: round(spread(some)[name] / spread(others)[name], 3) for name in ("median", "p99")}
 
 
 def say(what: str, began: float) -> None:

@@ -1,6 +1,6 @@
 """What staging and audits do to an engine loop in the same process: the longest loop turn while each part runs.
 
-Usage: python benchmarks/gpu/stage_interference.py [--shape qwen3-0.6b] [--versions 6] [--fraction 0.01]
+Usage: python benchmarks/gpu/stage_interference.py [--shape qwen3-0.6b] [--versions 6] [--fraction 0.01] [--objects 16]
 
 No vLLM: a loop that launches kernels, waits for them and does a little Python work stands for the engine's step, and
 the plugin's own RankSync stages, commits and settles versions beside it, as it does where one process is engine and
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 import statistics
 import sys
@@ -31,6 +32,7 @@ from helpers.publish import Publisher  # noqa: E402
 
 from delta_sync.dtypes import dtype  # noqa: E402
 from delta_sync.plan import Plan  # noqa: E402
+from delta_sync.tensor_delta import TensorDelta  # noqa: E402
 from vllm_delta_plugin import chain, commit, stage, staged  # noqa: E402
 from vllm_delta_plugin.coverage import TensorInfo, WeightMap  # noqa: E402
 from vllm_delta_plugin.live_storage import HAS_TRITON, LiveStorage, live_storage  # noqa: E402
@@ -70,6 +72,13 @@ def weight_map(weights: dict[str, np.ndarray]) -> WeightMap:
         result.tensors[name] = TensorInfo(dtype("BF16"), bits.shape)
         result.regions[name] = [make_region(name, number, (bits.size,), 0, (1,), 0, (1,))]
     return result
+
+
+class Dealt(Publisher):
+    """Whole tensors are dealt out among ``ranks`` objects, about as a trainer's buckets cut a version."""
+
+    def _part(self, rank: int, deltas: list[TensorDelta]) -> list[TensorDelta]:
+        return deltas[rank :: self.ranks]
 
 
 class Loop:
@@ -159,6 +168,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--versions", type=int, default=6)
     parser.add_argument("--fraction", type=float, default=0.01)
+    parser.add_argument("--objects", type=int, default=16, help="of a version; fetched and unpacked side by side")
     parser.add_argument("--switch", type=float, help="seconds until the interpreter goes to a thread that waits for it")
     args = parser.parse_args()
     random = np.random.default_rng(0)
@@ -173,8 +183,8 @@ def main() -> None:
     if HAS_TRITON:
         from vllm_delta_plugin import gpu_coded, gpu_decode, gpu_stage
 
-        clock.wrap(gpu_decode, "near")
-        clock.wrap(gpu_decode, "unpack_if_alone")
+        clock.wrap(commit, "unpack_if_alone")
+        clock.wrap(gpu_decode, "together_to_device")
         clock.wrap(gpu_coded, "decode")
         clock.wrap(gpu_stage, "stage_coded_on_device")
         clock.wrap(gpu_stage, "stage_on_device")
@@ -182,11 +192,14 @@ def main() -> None:
     clock.wrap(stage, "fold_plan")
     clock.wrap(commit.Cuda, "prepare")
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Publisher(folder, weights)
+        trainer = Dealt(folder, weights)
+        trainer.ranks = args.objects
         trainer.origin()
         rank = RankSync(weight_map(weights), {"uri": folder}, rank=0, world_size=1)
         if args.switch:
             sys.setswitchinterval(args.switch)  # else the plugin's
+        gc.collect()
+        gc.freeze()  # as vLLM does, so that no collection looks through all that was imported
         for _ in range(200):
             loop.turn()
         quiet = [1e3 * (end - begin) for begin, end in loop.turns[100:]]

@@ -23,7 +23,10 @@ class Recorded:
 
 
 class Streams:
-    """``count`` clients that stream completions of 4000 tokens from ``url`` until stopped; on entry all give tokens."""
+    """``count`` clients that stream completions from ``url`` until stopped; on entry all give tokens.
+
+    Completions have 1000 to 4000 tokens, each client's another number, so that they don't all begin at once.
+    """
 
     def __init__(self, url: str, count: int) -> None:
         context = mp.get_context("spawn")
@@ -64,7 +67,7 @@ def _heard(child: Any, pipe: Connection) -> Any:
 
 
 def _record(url: str, numbers: range, pipe: Connection) -> None:
-    recorders = [StreamRecorder(url, "tiny", f"w{10 + i} w20", 4000) for i in numbers]
+    recorders = [StreamRecorder(url, "tiny", f"w{10 + i} w20", 1000 + 47 * i % 3001) for i in numbers]
     for recorder in recorders:
         recorder.__enter__()
     while not all(recorder.tokens for recorder in recorders):

@@ -3,10 +3,11 @@
 Usage: python benchmarks/gpu/two_cards.py [--layout moe-tp2 …] [--versions 50] [--streams 16] [--at-once 1]
 
 Each layout is a stock ``vllm serve`` of a random model, followed while streams decode. At the end the live bits are
-read out of every rank and digested, and must be the trainer's; greedy answers must be those of a fresh server with the
-same layout that loads the trainer's last weights (and follows a run that is empty, as kernels on a CPU depend on that).
-Where they are not, a second fresh server tells whether they depend on weights alone. One JSON object a layout; exits
-with 1 if anything differed. Layouts that run at once share the cards and the host, so that their times say little.
+read out of every rank and digested, and must be the trainer's; greedy answers must be those of fresh servers with the
+same layout that load the trainer's last weights (and follow a run that is empty, as kernels on a CPU depend on that).
+There are two of those, side by side, to tell whether answers depend on weights alone, and each server is asked twice.
+One JSON object a layout; exits with 1 if anything differed. Layouts that run at once share the cards and the host, so
+that their times say little.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import multiprocessing
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,15 +91,17 @@ def measure(layout: str, args: argparse.Namespace, place: Path) -> dict[str, Any
             recorders = streams.stop()
         tensors = server.get("/delta_sync/tensors?scan=1", timeout=300)["tensors"]
         live = {name: int(entry["digest"], 16) for name, entry in tensors.items()}
-        answers = [server.complete(prompt, 32)["text"] for prompt in PROMPTS]
+        answers = greedy(server)
         status = server.status()
     final = trainer.save(place / "final", base)
 
-    def fresh_answers(name: str) -> list[str]:
+    def fresh_answers(name: str) -> list[list[str]]:
         with VllmServer(final, logs / f"{layout}-{name}.log", ("--delta-sync", str(place / name)), base=options) as one:
-            return [one.complete(prompt, 32)["text"] for prompt in PROMPTS]
+            return greedy(one)
 
-    fresh = fresh_answers("fresh")
+    with ThreadPoolExecutor(2) as both:
+        fresh, second = both.map(fresh_answers, ("fresh", "second"))
+    differing = not answers == fresh == second
     return {
         "layout": layout,
         "card": f"2 x {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else "none",
@@ -106,7 +109,8 @@ def measure(layout: str, args: argparse.Namespace, place: Path) -> dict[str, Any
         "engines": len(status.get("engines", [status])),
         "bit_exact": live == {name: state.digest for name, state in trainer.states().items()},
         "greedy_equals_fresh_server": answers == fresh,
-        "fresh_servers_agree": None if answers == fresh else fresh == fresh_answers("second"),
+        "fresh_servers_agree": fresh == second,
+        "answers": {"live": answers, "fresh": fresh, "second": second} if differing else None,
         "interruptions": [why for r in recorders for why in r.interruptions],
         "tokens_while_committing": sum(len(times) for r in recorders for times in r.times),
         "refusals": status["refusals"],
@@ -115,6 +119,11 @@ def measure(layout: str, args: argparse.Namespace, place: Path) -> dict[str, Any
         "published_to_served_ms": spread(served),
         "seconds": round(time.time() - began, 1),
     }
+
+
+def greedy(server: VllmServer) -> list[list[str]]:
+    """Two answers to each prompt."""
+    return [[server.complete(prompt, 32)["text"] for _ in range(2)] for prompt in PROMPTS]
 
 
 def main() -> int:

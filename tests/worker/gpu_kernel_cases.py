@@ -9,14 +9,7 @@ import pytest
 import torch
 
 from delta_sync.delta import diff, fold, raw
-from delta_sync.delta_file import (
-    DEFAULT_CODEC,
-    DeltaHeader,
-    Unpacked,
-    decode_delta,
-    encode_delta,
-    unpack_delta,
-)
+from delta_sync.delta_file import DEFAULT_CODEC, DeltaHeader, decode_delta, encode_delta, unpack_delta
 from delta_sync.digest import tensor_key
 from delta_sync.dtypes import dtype
 from delta_sync.errors import FormatError
@@ -24,11 +17,12 @@ from delta_sync.tensor_delta import TensorDelta
 from vllm_delta_plugin import gpu_digest, gpu_stage, gpu_swap, live_digest
 from vllm_delta_plugin.commit import HostSwap
 from vllm_delta_plugin.coverage import TensorInfo, WeightMap
-from vllm_delta_plugin.gpu_decode import can_decode, unpack_near
+from vllm_delta_plugin.gpu_decode import can_decode
 from vllm_delta_plugin.gpu_stage import GpuStageBuilder
 from vllm_delta_plugin.live_storage import SIGNED, LiveStorage
 from vllm_delta_plugin.regions import make_region
 from vllm_delta_plugin.staged import StageBuilder, StageTooLargeError
+from vllm_delta_plugin.transfer import PIECE, to_device, to_host, together_to_device
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, COLUMNS = 70, 90
@@ -197,13 +191,12 @@ def steps(seed: int, share: float) -> list[TensorDelta]:
 
 
 @pytest.mark.parametrize("share", [0.0005, 0.01, 0.3, 1.0])
-@pytest.mark.parametrize("pinned", [False, True])
-def test_an_object_that_the_gpu_decodes(share: float, pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_that_the_gpu_decodes(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same bits, sums and counts as of deltas decoded on the host; what lies outside a region is left alone."""
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     data = encode_delta(HEADER, steps(4, share))
-    object_ = unpack_near(data, DEVICE) if pinned else unpack_delta(data)
-    assert isinstance(object_, Unpacked) and can_decode(object_)
+    object_ = unpack_delta(data)
+    assert can_decode(object_)
     host, device = one_model(torch.device("cpu")), one_model(DEVICE)
     here, there = StageBuilder(host, limit=2**30), GpuStageBuilder(device, limit=2**30)
     here.add_deltas({delta.name: [delta] for delta in decode_delta(data)[1]})
@@ -215,6 +208,17 @@ def test_an_object_that_the_gpu_decodes(share: float, pinned: bool, monkeypatch:
         group.flip(None)
     for got, wanted in zip(host_bits(device), host_bits(host), strict=True):
         np.testing.assert_array_equal(got, wanted)
+
+
+def test_bytes_come_to_the_device_and_back_as_they_were() -> None:
+    """In pieces, where there are several; each from an address that any element type may have."""
+    parts = [np.random.default_rng(size).bytes(size) for size in (0, 1, 17, 3 * PIECE + 5, 2 * PIECE, 40_000)]
+    there = together_to_device(parts, DEVICE)
+    assert [to_host(one).tobytes() for one in there] == parts
+    assert all(one.data_ptr() % 16 == 0 for one in there if one.numel())
+    numbers = np.arange(PIECE // 4, dtype=np.int64)
+    np.testing.assert_array_equal(to_host(to_device(numbers, DEVICE)), numbers)
+    assert to_host(to_device(numbers[:0], DEVICE)).size == 0
 
 
 def test_what_the_gpu_does_not_decode_is_left_to_the_host() -> None:

@@ -22,24 +22,24 @@ def aside(call: Callable[[], T], name: str = "delta-sync-aside") -> Future[T]:
 
 
 class Crew:
-    """Like ``aside`` for many calls, on as many threads as there were calls under way at once; a context manager.
+    """Like ``aside`` for many calls, on about as many threads as there were calls under way at once; a context manager.
 
-    To start a thread takes an engine in the same process longer than the Python of a whole object does.
+    An engine in the same process waits for the interpreter several times while a thread is started.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._threads = 0
-        self._idle = threading.Semaphore(0)  # threads that wait for a call which nobody has put there yet
+        self._idle = threading.Semaphore(0)  # threads that wait, and for which no call is on its way
 
     def begin(self, call: Callable[[], T]) -> Future[T]:
         """See ``aside``."""
         future: Future[T] = Future()
-        self._calls.put((future, call))
         if not self._idle.acquire(blocking=False):
-            self._threads += 1
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            self._threads += 1
+        self._calls.put((future, call))
         return future
 
     def __enter__(self) -> Self:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 AHEAD = max(4, min(16, os.cpu_count() or 1))  # objects on their way, or waiting to be taken, at once
 AHEAD_BYTES = 64 * 1024**2  # and so many bytes of them, coded; one object may be larger
-AT_WORK = (
-    4  # threads that work on bytes: twice as many made an engine beside them wait for the interpreter for twice as long
-)
+# Threads that work on bytes: with more of them an engine beside them waits longer (benchmarks/gpu/README.md).
+AT_WORK = 4
+
 
 T = TypeVar("T")
 
 
 def fetch(
     ledger: Ledger, refs: Sequence[ObjectRef], then: Callable[[bytes], T], most_bytes: int = AHEAD_BYTES
-) -> Iterator[T]:
+) -> Generator[T, None, None]:
     """``then`` of every object's bytes, in order, on the threads that fetch them, a few at a time.
 
     With more than there are cores for nothing is done sooner, and an engine in the same process waits for them. Raises

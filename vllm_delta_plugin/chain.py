@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -55,10 +56,23 @@ def fold_chain(
     folded result, what ``fetch`` holds, and while a context-coded object is decoded the tensors it changes;
     StageTooLargeError if the result exceeds ``limit`` bytes.
     """
+    read = early.read if early is not None else decode_if_alone
+    refs = [ref for step in steps for ref in step.objects]
+    with closing(fetch(ledger, refs, read)) as arriving:  # on an error nothing else would end its threads
+        return _fold(arriving, steps, check, limit, reading, start, early)
+
+
+def _fold(
+    arriving: Iterator[Unpacked | Decoded | bytes],
+    steps: Sequence[Step],
+    check: Callable[[str, DType, tuple[int, ...]], None],
+    limit: int,
+    reading: Callable[[str | None], None],
+    start: Start,
+    early: Early | None,
+) -> Folded:
     folded: Folded = {}
     staged: list[bytes | memoryview | Folded] = []  # early; to be folded after all, should a later one need that
-    read = early.read if early is not None else decode_if_alone
-    arriving = fetch(ledger, [ref for step in steps for ref in step.objects], read)
     for step in steps:
         base = BaseBits(start, dict(folded), check)  # a version's objects all change the bits of the version before
         for ref in step.objects:

@@ -57,7 +57,7 @@ class Pending:
 def stage_coded_on_device(
     group: UnpackedGroup, pieces: Sequence[CodedPiece], storages: Sequence[LiveStorage]
 ) -> tuple[OnDevice, Pending]:
-    """Stage one group's changes, at least one, on the current stream, without waiting; FormatError."""
+    """Stage one group's changes, at least one, on the current stream, without waiting for them; FormatError."""
     device, width = model_device(storages), group.coded.dtype.itemsize
     changes = decode(group, device)
     report = torch.zeros(2 + 3 * len(pieces), dtype=torch.int64, device=device)

@@ -1,7 +1,7 @@
 """A delta object's streams made positions and steps on the GPU: 2.2 bytes a bfloat16 change cross the bus, not 10.
 
 The host undoes the entropy coding, on the threads that fetch objects. What gap_codec.py does then, one change after the
-other, are prefix sums here. Nothing waits for the GPU: what is wrong with the streams is found out at the end.
+other, are prefix sums here. Nothing waits for what they find: what is wrong with the streams turns out at the end.
 """
 
 from __future__ import annotations

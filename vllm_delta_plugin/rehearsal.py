@@ -1,6 +1,7 @@
-"""One tiny version staged and swapped beside the model, so that nothing compiles or pins memory when a real one comes.
+"""One tiny version staged and swapped beside the model, so that nothing compiles when a real one comes.
 
 Without it the first version made open streams wait for numba and Triton, which hold the interpreter while they work.
+What transfer.py pins for uploads is pinned here too.
 """
 
 from __future__ import annotations
@@ -17,14 +18,12 @@ from vllm_delta_plugin.commit import Device
 from vllm_delta_plugin.coverage import TensorInfo, WeightMap
 from vllm_delta_plugin.live_storage import LiveStorage
 from vllm_delta_plugin.regions import make_region
-from vllm_delta_plugin.transfer import warm
 
 _SIZE = 256
 
 
 def rehearse(like: LiveStorage, device: Device) -> None:
     """Decode, fold, map, sum up and swap, forth and back, in scratch memory like this storage's."""
-    warm(like.bits.device)
     weights = _scratch(like)
     old = np.zeros(_SIZE, like.dtype.carrier)
     middle, new = old.copy(), old.copy()

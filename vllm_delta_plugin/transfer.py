@@ -1,12 +1,16 @@
-"""Between host and GPU in small pinned pieces: a large pageable copy makes the engine wait to launch its kernels.
+"""Between host and GPU through a few pinned pieces: a large pageable copy makes the engine wait to launch its kernels.
 
-Measured on an H200: beside a pageable upload of 48 MB a step of 2.7 ms took 7.5, beside one in pieces 2.8. Copies on
-the host are NumPy's: torch's may start a thread a core.
+An older revision on an H200: beside a pageable upload of 48 MB a step of 2.7 ms took 7.5, beside one in pinned pieces
+2.8. To pin memory makes it wait as well, so the pieces are made once. Copies on the host are NumPy's: torch's may start
+a thread a core.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -14,15 +18,18 @@ import numpy.typing as npt
 import torch
 
 PIECE = 1 << 22  # bytes
-_SMALL = 1 << 16  # bytes; what is not larger has pinned memory of its own size
+PIECES = 8  # of a GPU; who needs one more waits until the oldest is read
 _ALIGNED = 16  # bytes; where each of several arrays in one allocation begins
+
+Part = tuple[int, npt.NDArray[np.uint8]]  # where in the target it begins, and what it is
+Ring = SimpleQueue[tuple[torch.Tensor, Any]]  # pieces (uint8 ``[PIECE]``), each with an event; the oldest first
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """A copy of flat ``array`` (signed integers ``[n]``) on ``device``, under way on the current stream."""
     source = np.ascontiguousarray(array)
     target = torch.empty(source.size, dtype=torch.from_numpy(source).dtype, device=device)
-    _fill([target.view(torch.uint8)], [source.view(np.uint8)])
+    _fill(target.view(torch.uint8), [(0, source.view(np.uint8))])
     return target
 
 
@@ -33,9 +40,8 @@ def together_to_device(parts: Sequence[bytes], device: torch.device) -> list[tor
         begins.append(end)
         end += -(-len(part) // _ALIGNED) * _ALIGNED
     memory = torch.empty(end, dtype=torch.uint8, device=device)
-    targets = [memory[begin : begin + len(part)] for begin, part in zip(begins, parts, strict=True)]
-    _fill(targets, [np.frombuffer(part, np.uint8) for part in parts])
-    return targets
+    _fill(memory, [(begin, np.frombuffer(part, np.uint8)) for begin, part in zip(begins, parts, strict=True)])
+    return [memory[begin : begin + len(part)] for begin, part in zip(begins, parts, strict=True)]
 
 
 def to_host(tensor: torch.Tensor) -> npt.NDArray[Any]:
@@ -43,45 +49,59 @@ def to_host(tensor: torch.Tensor) -> npt.NDArray[Any]:
     if tensor.device.type == "cpu":
         return tensor.numpy().copy()
     target, source = torch.empty(tensor.shape, dtype=tensor.dtype).numpy(), tensor.contiguous().view(torch.uint8)
-    for piece in _pieces(source.numel()):
-        pinned = _pinned(piece.stop - piece.start)
-        pinned.copy_(source[piece], non_blocking=True)
-        torch.cuda.current_stream(tensor.device).synchronize()
-        np.copyto(target.view(np.uint8)[piece], pinned.numpy())
+    for at in pieces(source.numel()):
+        with taken(ring_of(tensor.device)) as (pinned, event):
+            here = pinned[: at.stop - at.start]
+            here.copy_(source[at], non_blocking=True)
+            event.record()
+            event.synchronize()
+            np.copyto(target.view(np.uint8)[at], here.numpy())
     return target
 
 
-def warm(device: torch.device) -> None:
-    """Have the pinned pieces made: to pin memory keeps the engine from the GPU for milliseconds."""
-    to_device(np.zeros(2 * PIECE, np.int8), device)
+def _fill(target: torch.Tensor, parts: Sequence[Part]) -> None:
+    if target.device.type == "cpu":
+        for begin, part in parts:
+            np.copyto(target[begin : begin + len(part)].numpy(), part)
+    else:
+        fill(target, parts, ring_of(target.device))
 
 
-def _fill(targets: Sequence[torch.Tensor], sources: Sequence[npt.NDArray[np.uint8]]) -> None:
-    """Copy each source to its target, all of bytes: two pinned pieces in turn, one filled while the other is sent."""
-    device, pairs = targets[0].device, list(zip(targets, sources, strict=True))
-    if device.type == "cpu":
-        for target, source in pairs:
-            np.copyto(target.numpy(), source)
-        return
-    todo = [(target[piece], source[piece]) for target, source in pairs for piece in _pieces(len(source))]
-    sent: list[tuple[torch.Tensor, Any]] = []  # pinned pieces, and the events after which they may be filled again
-    for number, (target, source) in enumerate(todo):
-        if number < 2:
-            pinned = _pinned(max(len(source) for _, source in todo))
-        else:
-            pinned, event = sent[number - 2]
-            event.synchronize()
-        np.copyto(pinned.numpy()[: len(source)], source)
-        target.copy_(pinned[: len(source)], non_blocking=True)
-        sent.append((pinned, torch.cuda.current_stream(device).record_event() if number + 2 < len(todo) else None))
+def fill(target: torch.Tensor, parts: Sequence[Part], ring: Ring) -> None:
+    """Copy each part to the bytes of ``target`` from where it says, by way of the ring; in between may be anything."""
+    for at in pieces(target.numel()):
+        with taken(ring) as (pinned, event):
+            for begin, part in parts:
+                low, high = max(at.start, begin), min(at.stop, begin + len(part))
+                if low < high:
+                    np.copyto(pinned.numpy()[low - at.start : high - at.start], part[low - begin : high - begin])
+            target[at].copy_(pinned[: at.stop - at.start], non_blocking=True)
+            event.record()
 
 
-def _pinned(size: int) -> torch.Tensor:
-    """Pinned bytes; torch keeps them for the next who asks for as many, so that few sizes need to be made."""
-    return torch.empty(PIECE if size > _SMALL else size, dtype=torch.uint8, pin_memory=True)[:size]
+@contextmanager
+def taken(ring: Ring) -> Iterator[tuple[torch.Tensor, Any]]:
+    """A piece that nothing reads any more, and the event to record, on the stream that does, after its last use."""
+    piece, event = ring.get()
+    try:
+        event.synchronize()  # returns at once if it was never recorded
+        yield piece, event
+    finally:
+        ring.put((piece, event))
 
 
-def _pieces(count: int) -> Iterator[slice]:
+@cache
+def ring_of(device: torch.device) -> Ring:
+    """The pieces of a GPU; pins them when it is first asked for."""
+    ring: Ring = SimpleQueue()
+    with torch.cuda.device(device):
+        for _ in range(PIECES):
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits needs no core
+            ring.put((torch.empty(PIECE, dtype=torch.uint8, pin_memory=True), event))
+    return ring
+
+
+def pieces(count: int) -> Iterator[slice]:
     """Slices of at most PIECE that make up ``count`` bytes."""
     for at in range(0, count, PIECE):
         yield slice(at, min(count, at + PIECE))

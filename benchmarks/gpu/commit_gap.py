@@ -8,8 +8,9 @@ All versions are published before the server starts, and given to it one by one:
 commits. *Control*: the same at moments 0.35 s after a version was served, when nothing happens but that the status is
 asked 20 times a second, as while versions come. *While staging*: of all streams the longest gap from the manifest's
 being there until the version is served. *Audit*: as control, all 20 ms while all of memory is scanned, and *between
-audits*, for as long after each: streams have grown by then, and with them steps. At the end the live bits are read out
-of the server and digested, and must be the trainer's; greedy answers must be a fresh engine's.
+audits*, for about as long (0.2 s at least) after each: streams may have grown by then, and with them steps. At the end
+the live bits are read out of the server and digested, and must be the trainer's; greedy answers must be a fresh
+engine's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What staging and audits do to an engine loop in the same process: the longest loop turn while each part runs.
 
-Usage: python benchmarks/gpu/stage_interference.py [--shape qwen3-0.6b] [--versions 6] [--fraction 0.01] [--objects 16]
+Usage: python benchmarks/gpu/stage_interference.py [--shape qwen3-0.6b] [--versions 6] [--fraction 0.01] [--objects 1]
 
 No vLLM: a loop that launches kernels, waits for them and does a little Python work stands for the engine's step, and
 the plugin's own RankSync stages, commits and settles versions beside it, as it does where one process is engine and
@@ -75,7 +75,7 @@ def weight_map(weights: dict[str, np.ndarray]) -> WeightMap:
 
 
 class Dealt(Publisher):
-    """Whole tensors are dealt out among ``ranks`` objects, about as a trainer's buckets cut a version."""
+    """Whole tensors are dealt out among ``ranks`` objects; a trainer makes one for every 512 MiB of weights."""
 
     def _part(self, rank: int, deltas: list[TensorDelta]) -> list[TensorDelta]:
         return deltas[rank :: self.ranks]
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--versions", type=int, default=6)
     parser.add_argument("--fraction", type=float, default=0.01)
-    parser.add_argument("--objects", type=int, default=16, help="of a version; fetched and unpacked side by side")
+    parser.add_argument("--objects", type=int, default=1, help="of a version; fetched and unpacked side by side")
     parser.add_argument("--switch", type=float, help="seconds until the interpreter goes to a thread that waits for it")
     args = parser.parse_args()
     random = np.random.default_rng(0)

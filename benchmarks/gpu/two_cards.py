@@ -101,7 +101,7 @@ def measure(layout: str, args: argparse.Namespace, place: Path) -> dict[str, Any
 
     with ThreadPoolExecutor(2) as both:
         fresh, second = both.map(fresh_answers, ("fresh", "second"))
-    differing = not answers == fresh == second
+    same = answers == fresh == second and all(one == again for one, again in answers)
     return {
         "layout": layout,
         "card": f"2 x {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else "none",
@@ -110,7 +110,7 @@ def measure(layout: str, args: argparse.Namespace, place: Path) -> dict[str, Any
         "bit_exact": live == {name: state.digest for name, state in trainer.states().items()},
         "greedy_equals_fresh_server": answers == fresh,
         "fresh_servers_agree": fresh == second,
-        "answers": {"live": answers, "fresh": fresh, "second": second} if differing else None,
+        "answers": "the same" if same else {"live": answers, "fresh": fresh, "second": second},
         "interruptions": [why for r in recorders for why in r.interruptions],
         "tokens_while_committing": sum(len(times) for r in recorders for times in r.times),
         "refusals": status["refusals"],
@@ -139,7 +139,7 @@ def main() -> int:
     with ProcessPoolExecutor(args.at_once, multiprocessing.get_context("spawn")) as pool:
         for found in pool.map(partial(tried, args=args), args.layout or LAYOUTS):
             print(json.dumps(found), flush=True)
-            fine = found.get("bit_exact") and found["greedy_equals_fresh_server"] and not found["interruptions"]
+            fine = found.get("bit_exact") and found["answers"] == "the same" and not found["interruptions"]
             failed += not fine
     return min(failed, 1)
 

@@ -23,10 +23,10 @@ def test_calls_run_side_by_side_and_one_after_the_other_needs_one_thread() -> No
         assert sorted(one.result(10) for one in pair) == [0, 1]
         seen = set()
         for _ in range(20):
-            seen.add(crew.begin(threading.get_ident).result(10))
             deadline = time.monotonic() + 10
-            while crew._idle._value < 2 and time.monotonic() < deadline:  # type: ignore[attr-defined]
+            while crew._idle._value < 2 and time.monotonic() < deadline:  # both wait for work again
                 time.sleep(0.001)
+            seen.add(crew.begin(threading.get_ident).result(10))
         assert len(seen) <= 2 and len(threads("crew-of-two")) == 2
     deadline = time.monotonic() + 10
     while threads("crew-of-two"):
@@ -47,7 +47,7 @@ def test_a_call_that_does_not_return_holds_up_nobody() -> None:
     with Crew("crew-stuck") as crew:
         crew.begin(stuck.wait)
         assert crew.begin(lambda: 5).result(10) == 5
-    assert any(thread.daemon for thread in threads("crew-stuck"))
+    assert threads("crew-stuck") and all(thread.daemon for thread in threads("crew-stuck"))
     stuck.set()
 
 

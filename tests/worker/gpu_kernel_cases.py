@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +23,7 @@ from vllm_delta_plugin.gpu_stage import GpuStageBuilder
 from vllm_delta_plugin.live_storage import SIGNED, LiveStorage
 from vllm_delta_plugin.regions import make_region
 from vllm_delta_plugin.staged import StageBuilder, StageTooLargeError
-from vllm_delta_plugin.transfer import PIECE, to_device, to_host, together_to_device
+from vllm_delta_plugin.transfer import PIECE, PIECES, to_device, to_host, together_to_device
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, COLUMNS = 70, 90
@@ -211,13 +212,16 @@ def test_an_object_that_the_gpu_decodes(share: float, monkeypatch: pytest.Monkey
 
 
 def test_bytes_come_to_the_device_and_back_as_they_were() -> None:
-    """In pieces, where there are several; each from an address that any element type may have."""
+    """In pieces, where there are several, more than the ring has, behind work that keeps a GPU's stream busy."""
     parts = [np.random.default_rng(size).bytes(size) for size in (0, 1, 17, 3 * PIECE + 5, 2 * PIECE, 40_000)]
-    there = together_to_device(parts, DEVICE)
-    assert [to_host(one).tobytes() for one in there] == parts
+    numbers = np.arange(PIECES * PIECE // 8, dtype=np.int64)
+    with torch.cuda.stream(torch.cuda.Stream()) if DEVICE.type == "cuda" else nullcontext():
+        if DEVICE.type == "cuda":
+            torch.cuda._sleep(200_000_000)
+        there, more = together_to_device(parts, DEVICE), to_device(numbers, DEVICE)
+        assert [to_host(one).tobytes() for one in there] == parts
+        np.testing.assert_array_equal(to_host(more), numbers)
     assert all(one.data_ptr() % 16 == 0 for one in there if one.numel())
-    numbers = np.arange(PIECE // 4, dtype=np.int64)
-    np.testing.assert_array_equal(to_host(to_device(numbers, DEVICE)), numbers)
     assert to_host(to_device(numbers[:0], DEVICE)).size == 0
 
 

@@ -13,7 +13,7 @@ from publishing import Publisher, bits, nudged
 
 from delta_sync import fetch as fetching
 from delta_sync.dtypes import dtype
-from delta_sync.errors import DeltaSyncError, IntegrityError
+from delta_sync.errors import DeltaSyncError, IntegrityError, MappingError
 from delta_sync.fetch import fetch
 from delta_sync.plan import Position
 from vllm_delta_plugin.background import STAGING, Job
@@ -88,6 +88,20 @@ def test_an_object_missing_in_the_middle_leaves_everything_as_it_was(tmp_path: P
         staged(live, publisher, manifest)
     for storage in live.storages:
         np.testing.assert_array_equal(storage.array, bits(before[storage.owner]))
+
+
+def test_a_stage_that_is_refused_midway_leaves_no_thread_behind(tmp_path: Path) -> None:
+    """However long its error is kept, and with it what it was raised in."""
+    before = weights()
+    publisher, manifest = published(tmp_path / "run", before, nudged(before, 0.05, 1), per_tensor=True)
+    live = served({name: value[:7] if name == "layer1" else value for name, value in before.items()})
+    with pytest.raises(MappingError, match="layer1") as kept:
+        staged(live, publisher, manifest)
+    deadline = time.monotonic() + 10
+    while any(thread.name == "delta-sync-fetch" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert kept.value.__traceback__ is not None
 
 
 def test_objects_come_in_order_a_few_ahead_and_no_more_bytes_than_allowed(tmp_path: Path) -> None:

@@ -23,7 +23,10 @@ for part in "$@"; do
       measure decode-8b gpu/decode_stage_commit.py --shape qwen3-8b
       ;;
     capture) measure capture gpu/extract.py --shape qwen3-0.6b --shape qwen3-8b ;;
-    stages) measure stages-0.6b gpu/stage_interference.py --shape qwen3-0.6b ;;
+    stages)
+      measure stages-0.6b gpu/stage_interference.py --shape qwen3-0.6b
+      measure stages-0.6b-16 gpu/stage_interference.py --shape qwen3-0.6b --objects 16
+      ;;
     served) measure served end_to_end.py --via memory --device cuda --shape qwen3-0.6b --mbit 1000 ;;
     gaps-0.6b) measure "$part" gpu/commit_gap.py --shape qwen3-0.6b --versions 100 --streams 64 --logs "$folder/$part" ;;
     gaps-8b) measure "$part" gpu/commit_gap.py --shape qwen3-8b --versions 15 --streams 64 --logs "$folder/$part" ;;

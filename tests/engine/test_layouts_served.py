@@ -12,7 +12,7 @@ from helpers.tiny_models import build
 
 from delta_sync.manifest import Manifest
 
-pytestmark = [pytest.mark.long, pytest.mark.rare]
+pytestmark = pytest.mark.long
 COMMITS = 5
 
 

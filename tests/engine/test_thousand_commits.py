@@ -8,7 +8,7 @@ import fresh
 import pytest
 from helpers.tiny_models import build
 
-pytestmark = [pytest.mark.long, pytest.mark.rare]
+pytestmark = pytest.mark.long
 COMMITS, WARM = 1000, 100
 SHARE = 0.05  # of all elements, changed each time: a leaked staging would be some 200 kB
 GROWTH = 32 << 20  # bytes that 900 commits may add, less than 40 kB each

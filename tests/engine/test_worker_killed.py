@@ -13,7 +13,7 @@ from helpers.publish import Publisher
 from helpers.server import VllmServer
 from helpers.tiny_models import build
 
-pytestmark = [pytest.mark.long, pytest.mark.rare]
+pytestmark = pytest.mark.long
 PROMPT = range(30, 60)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +62,23 @@ class Family:
         """Whether it is a mixture of experts."""
         return any("experts" in setting for setting in self.settings)
 
-    def config(self, **changes: Any) -> Any:
-        """The transformers config, with text settings changed."""
+    def config(self) -> Any:
+        """The transformers config."""
         import transformers
 
-        settings = _TEXT | self.settings | changes
+        settings = _TEXT | self.settings
         return getattr(transformers, self.config_class)(**(self.nested(settings) if self.nested else settings))
 
-    def make(self, folder: Path, seed: int = 0, **changes: Any) -> Path:
-        """Write a random bfloat16 checkpoint; its folder."""
+    def make(self, folder: Path) -> Path:
+        """Write a random bfloat16 checkpoint, always the same; its folder."""
+        return Path(shutil.copytree(_made(self.name), folder))
+
+    def write(self, folder: Path) -> None:
+        """Make that checkpoint, which transformers cannot once vLLM has served the family with its classes."""
         import transformers
 
-        torch.manual_seed(seed)
-        config = self.config(**changes)
+        torch.manual_seed(0)
+        config = self.config()
         config.dtype = torch.bfloat16
         create = getattr(transformers, self.model_class)
         create = getattr(create, "from_config", None) or create._from_config
@@ -81,7 +89,15 @@ class Family:
             for parameter in [*model.parameters(), *_learned(model)]:  # constants would hide a permutation
                 parameter.add_(torch.randn(parameter.shape).to(parameter.dtype) * 0.05)
         model.save_pretrained(folder)
-        return folder
+
+
+@cache
+def _made(name: str) -> Path:
+    """A family's checkpoint, made once in a process."""
+    folder = Path(tempfile.mkdtemp(prefix="family-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    FAMILIES[name].write(folder)
+    return folder
 
 
 def as_served(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -22,7 +22,6 @@ from delta_sync.errors import MappingError
 from vllm_delta_plugin.proof import Layout
 from vllm_delta_plugin.refusals import check_config
 
-RARE = (pytest.mark.long, pytest.mark.rare)
 QUICK = ("Llama 4", "DeepSeek-V3")  # rearranged heads; latent attention, a float32 tensor; experts
 FLAVOURS = {
     "TP=2": {"tensor_parallel_size": 2},
@@ -38,12 +37,9 @@ def cells() -> Iterator[Table]:
         yield current
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=RARE) for name in FAMILIES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in FAMILIES])
 def test_checkpoints_in_blocks_of_fp8(name: str, tmp_path: Path, cells: Table) -> None:
-    """Here by vLLM's own settings for them alone: loading takes a GPU, or a CPU with AMX.
-
-    First of all, since once vLLM has served a family transformers may not make another of its models.
-    """
+    """Here by vLLM's own settings for them alone: loading takes a GPU, or a CPU with AMX."""
     family = FAMILIES[name]
     if family.not_on_cpu:
         outcome = Outcome("not run", family.not_on_cpu)
@@ -59,7 +55,7 @@ def test_checkpoints_in_blocks_of_fp8(name: str, tmp_path: Path, cells: Table) -
     cells.check(name, "fp8, in blocks", outcome)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else RARE) for n in FAMILIES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in FAMILIES])
 def test_served_by_one_worker(name: str, tmp_path: Path, cells: Table) -> None:
     family = FAMILIES[name]
     outcome = Outcome("not run", family.not_on_cpu) if family.not_on_cpu else serve(family, tmp_path)
@@ -113,16 +109,11 @@ def judge(ranks: list[dict[str, Any]], publisher: Publisher) -> Outcome:
     return Outcome("direct")
 
 
-@pytest.mark.parametrize(
-    ("share", "flavour"),
-    [pytest.param("quick", "TP=2", marks=pytest.mark.long)]
-    + [pytest.param("all", flavour, marks=RARE) for flavour in FLAVOURS],
-)
-def test_served_by_two_ranks(share: str, flavour: str, tmp_path: Path, cells: Table) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_served_by_two_ranks(flavour: str, tmp_path: Path, cells: Table) -> None:
     names = []
     for name, family in FAMILIES.items():
-        if share == "quick" and name not in QUICK:
-            continue
         if family.not_on_cpu:
             cells.check(name, flavour, Outcome("not run", family.not_on_cpu))
         elif "EP" in flavour and not family.experts:
@@ -141,7 +132,7 @@ def test_served_by_two_ranks(share: str, flavour: str, tmp_path: Path, cells: Ta
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=RARE) for name in FAMILIES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in FAMILIES])
 def test_served_as_fp8(name: str, tmp_path: Path, cells: Table) -> None:
     """Rounded by vLLM while it loads, one scale a channel: the one kind for which every CPU has a kernel."""
     family = FAMILIES[name]

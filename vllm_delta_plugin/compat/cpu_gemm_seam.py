@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from vllm_delta_plugin.compat import cpu_conv_seam
 from vllm_delta_plugin.compat.seam import require
 from vllm_delta_plugin.cpu_plain import use_plain_linear
 
@@ -24,7 +25,7 @@ def install() -> None:
     def plain(layer: Any, remove_weight: bool) -> None:
         if layer.weight.ndim == 2:
             use_plain_linear(layer)
-        else:  # convolutions: their kernels choose the layout, and what they repack is refused by name
+        elif not cpu_conv_seam.reads_plain(layer.weight):  # what vLLM repacks is refused by name
             original(layer, remove_weight)
 
     plain.__delta_sync_wraps__ = True  # type: ignore[attr-defined]

@@ -1,0 +1,65 @@
+"""Convolutions stay as they were loaded on CPUs where vLLM would pack them; Qwen3-Next itself: test_families.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from vllm import _custom_ops as ops
+
+from vllm_delta_plugin.compat import cpu_conv_seam, cpu_gemm_seam
+
+FWD, UPDATE = "causal_conv1d_fwd_cpu", "causal_conv1d_update_cpu"
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...], bool]]:
+    """What stand-ins for vLLM's kernels are told: name, shape of the weight, whether it is packed."""
+    seen: list[tuple[str, tuple[int, ...], bool]] = []
+
+    def fwd(x: Any, weight: torch.Tensor, bias: Any, is_weight_packed: bool) -> str:
+        seen.append((FWD, tuple(weight.shape), is_weight_packed))
+        return "out"
+
+    def update(x: Any, conv_states: Any, weight: torch.Tensor, is_weight_packed: bool, accepted: Any = None) -> str:
+        seen.append((UPDATE, tuple(weight.shape), is_weight_packed))
+        return "out"
+
+    monkeypatch.setattr(ops, FWD, fwd, raising=False)
+    monkeypatch.setattr(ops, UPDATE, update, raising=False)
+    return seen
+
+
+def test_kernels_are_told_that_loaded_weights_are_plain(told: list[Any]) -> None:
+    loaded, packed = torch.zeros(64, 1, 4), torch.zeros(64, 4)
+    assert not cpu_conv_seam.reads_plain(loaded)
+    cpu_conv_seam.install()
+    cpu_conv_seam.install()  # once is enough
+    assert cpu_conv_seam.reads_plain(loaded)
+    assert not cpu_conv_seam.reads_plain(torch.zeros(4, 8, 8)), "experts"
+    assert ops.causal_conv1d_fwd_cpu(x=None, weight=loaded, bias=None, is_weight_packed=True) == "out"
+    assert ops.causal_conv1d_update_cpu(None, None, loaded, True) == "out"
+    assert ops.causal_conv1d_update_cpu(None, None, packed, is_weight_packed=True) == "out"
+    assert told == [(FWD, (64, 4), False), (UPDATE, (64, 4), False), (UPDATE, (64, 4), True)]
+
+
+def test_loaded_weights_are_left_where_they_are(told: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers import utils
+
+    repacked: list[torch.Tensor] = []
+    monkeypatch.setattr(utils, cpu_gemm_seam._NAME, lambda layer, remove_weight: repacked.append(layer.weight))
+    cpu_conv_seam.install()
+    cpu_gemm_seam.install()
+    layer = torch.nn.Module()
+    for shape, left_alone in (((64, 1, 4), True), ((4, 8, 8), False)):
+        layer.weight = torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
+        getattr(utils, cpu_gemm_seam._NAME)(layer, remove_weight=False)
+        assert bool(repacked) is not left_alone, shape
+
+
+def test_a_vllm_without_such_kernels_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (FWD, UPDATE):
+        monkeypatch.delattr(ops, name, raising=False)
+    cpu_conv_seam.install()
+    assert not cpu_conv_seam.reads_plain(torch.zeros(64, 1, 4)) and not hasattr(ops, FWD)

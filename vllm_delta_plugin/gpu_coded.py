@@ -17,7 +17,7 @@ from vllm_delta_plugin.gpu_kernels import CODED_BLOCK, stage_coded
 from vllm_delta_plugin.gpu_pieces import OnDevice, row
 from vllm_delta_plugin.live_storage import SIGNED, LiveStorage, model_device
 from vllm_delta_plugin.regions import Region
-from vllm_delta_plugin.transfer import to_device
+from vllm_delta_plugin.transfer import together_to_device
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,9 @@ def stage_coded_on_device(
     addresses = torch.empty(total, dtype=torch.int64, device=device)
     staged = torch.empty(total, dtype=SIGNED[width], device=device)
     if pieces:
-        table = to_device(np.array(rows, np.int64).reshape(-1), device)
-        piece_of = to_device(np.repeat(np.arange(len(pieces), dtype=np.int64), programs), device)
+        owners = np.repeat(np.arange(len(pieces), dtype=np.int64), programs)
+        together = together_to_device([np.array(rows, np.int64).tobytes(), owners.tobytes()], device)
+        table, piece_of = (each.view(torch.int64) for each in together)
         stage_coded[(begun,)](
             changes.running, changes.sizes, changes.signs, changes.ranks, changes.extensions,
             changes.extensions.numel(), addresses, staged, piece_of, table, sums, counts, outside,

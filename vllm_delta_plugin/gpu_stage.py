@@ -26,7 +26,7 @@ from vllm_delta_plugin.gpu_pieces import OnDevice, row
 from vllm_delta_plugin.live_storage import SIGNED, LiveStorage
 from vllm_delta_plugin.regions import Region, map_positions
 from vllm_delta_plugin.staged import StageBuilder
-from vllm_delta_plugin.transfer import to_device, to_host
+from vllm_delta_plugin.transfer import send, to_device, to_host
 
 _BATCH = 1 << 20  # changes that go to the device together
 _REACH = 2**32  # positions that a region may span, as they are sent in 32 bits
@@ -149,7 +149,7 @@ def stage_on_device(pieces: Sequence[Piece], storages: Sequence[LiveStorage]) ->
     table = to_device(np.array(rows, np.int64).reshape(-1), device)
     sums = torch.zeros(len(pieces), dtype=torch.int64, device=device)
     counts = torch.zeros(len(pieces), dtype=torch.int32, device=device)
-    buffer = _Buffer(relative.numel(), SIGNED[width], device)
+    buffer = _Buffer(relative.numel(), SIGNED[width])
     at = 0
     for runs in _batches(pieces):
         programs = buffer.fill(pieces, runs)
@@ -169,16 +169,16 @@ Run = tuple[int, int, int]  # a piece's number, and which of its changes: from, 
 
 
 class _Buffer:
-    """Pinned memory for one batch; it may be filled again once its upload is over."""
+    """Room for one batch on the host."""
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._device, pinned, self._pace = device, device.type != "cpu", Pace()
-        self._relative = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
-        self._values = torch.empty(size, dtype=dtype, pin_memory=pinned)
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self._pace = Pace()
+        self._relative = torch.empty(size, dtype=torch.int32).numpy()
+        self._values = torch.empty(size, dtype=dtype).numpy()
 
     def fill(self, pieces: Sequence[Piece], runs: Sequence[Run]) -> npt.NDArray[np.int64]:
         """Bring the runs together; returns (first change, end, piece) for programs that never cross into another."""
-        relative, values = self._relative.numpy().view(np.uint32), self._values.numpy()
+        relative, values = self._relative.view(np.uint32), self._values
         rows: list[npt.NDArray[np.int64]] = []
         at = 0
         for number, start, stop in runs:
@@ -192,11 +192,9 @@ class _Buffer:
         return np.concatenate(rows)
 
     def upload(self, relative: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy what was filled in, and wait for the copy."""
-        relative.copy_(self._relative[: relative.numel()], non_blocking=True)
-        values.copy_(self._values[: values.numel()], non_blocking=True)
-        if self._device.type != "cpu":
-            torch.cuda.current_stream(self._device).synchronize()
+        """Copy what was filled in."""
+        send(self._relative[: relative.numel()], relative)
+        send(self._values[: values.numel()], values)
 
 
 @compiled

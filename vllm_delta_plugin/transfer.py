@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 PIECE = 1 << 22  # bytes
-PIECES = 8  # of a GPU; who needs one more waits until the oldest is read
+PIECES = 8  # of a GPU, 32 MiB; who needs one more waits until the oldest is read
 _ALIGNED = 16  # bytes; where each of several arrays in one allocation begins
 
 Part = tuple[int, npt.NDArray[np.uint8]]  # where in the target it begins, and what it is
@@ -29,8 +29,13 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """A copy of flat ``array`` (signed integers ``[n]``) on ``device``, under way on the current stream."""
     source = np.ascontiguousarray(array)
     target = torch.empty(source.size, dtype=torch.from_numpy(source).dtype, device=device)
-    _fill(target.view(torch.uint8), [(0, source.view(np.uint8))])
+    send(source, target)
     return target
+
+
+def send(source: npt.NDArray[Any], target: torch.Tensor) -> None:
+    """Copy flat ``source`` to flat ``target`` of the same size and type, under way on the current stream."""
+    _fill(target.view(torch.uint8), [(0, source.view(np.uint8))])
 
 
 def together_to_device(parts: Sequence[bytes], device: torch.device) -> list[torch.Tensor]:
@@ -49,13 +54,14 @@ def to_host(tensor: torch.Tensor) -> npt.NDArray[Any]:
     if tensor.device.type == "cpu":
         return tensor.numpy().copy()
     target, source = torch.empty(tensor.shape, dtype=tensor.dtype).numpy(), tensor.contiguous().view(torch.uint8)
-    for at in pieces(source.numel()):
-        with taken(ring_of(tensor.device)) as (pinned, event):
-            here = pinned[: at.stop - at.start]
-            here.copy_(source[at], non_blocking=True)
-            event.record()
-            event.synchronize()
-            np.copyto(target.view(np.uint8)[at], here.numpy())
+    with torch.cuda.device(tensor.device):
+        for cut in _cuts(source.numel()):
+            with taken(ring_of(tensor.device)) as (pinned, event):
+                here = pinned[: cut.stop - cut.start]
+                here.copy_(source[cut], non_blocking=True)
+                event.record()
+                event.synchronize()
+                np.copyto(target.view(np.uint8)[cut], here.numpy())
     return target
 
 
@@ -63,19 +69,20 @@ def _fill(target: torch.Tensor, parts: Sequence[Part]) -> None:
     if target.device.type == "cpu":
         for begin, part in parts:
             np.copyto(target[begin : begin + len(part)].numpy(), part)
-    else:
+        return
+    with torch.cuda.device(target.device):
         fill(target, parts, ring_of(target.device))
 
 
 def fill(target: torch.Tensor, parts: Sequence[Part], ring: Ring) -> None:
     """Copy each part to the bytes of ``target`` from where it says, by way of the ring; in between may be anything."""
-    for at in pieces(target.numel()):
+    for cut in _cuts(target.numel()):
         with taken(ring) as (pinned, event):
             for begin, part in parts:
-                low, high = max(at.start, begin), min(at.stop, begin + len(part))
+                low, high = max(cut.start, begin), min(cut.stop, begin + len(part))
                 if low < high:
-                    np.copyto(pinned.numpy()[low - at.start : high - at.start], part[low - begin : high - begin])
-            target[at].copy_(pinned[: at.stop - at.start], non_blocking=True)
+                    np.copyto(pinned.numpy()[low - cut.start : high - cut.start], part[low - begin : high - begin])
+            target[cut].copy_(pinned[: cut.stop - cut.start], non_blocking=True)
             event.record()
 
 
@@ -94,14 +101,14 @@ def taken(ring: Ring) -> Iterator[tuple[torch.Tensor, Any]]:
 def ring_of(device: torch.device) -> Ring:
     """The pieces of a GPU; pins them when it is first asked for."""
     ring: Ring = SimpleQueue()
-    with torch.cuda.device(device):
+    with torch.inference_mode(False), torch.cuda.device(device):  # else none could be written to outside of that mode
         for _ in range(PIECES):
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits needs no core
             ring.put((torch.empty(PIECE, dtype=torch.uint8, pin_memory=True), event))
     return ring
 
 
-def pieces(count: int) -> Iterator[slice]:
+def _cuts(count: int) -> Iterator[slice]:
     """Slices of at most PIECE that make up ``count`` bytes."""
     for at in range(0, count, PIECE):
         yield slice(at, min(count, at + PIECE))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 from vllm import _custom_ops as ops
 
 from vllm_delta_plugin.compat import cpu_conv_seam, cpu_gemm_seam
@@ -63,3 +64,37 @@ def test_a_vllm_without_such_kernels_is_left_as_it_is(monkeypatch: pytest.Monkey
         monkeypatch.delattr(ops, name, raising=False)
     cpu_conv_seam.install()
     assert not cpu_conv_seam.reads_plain(torch.zeros(64, 1, 4)) and not hasattr(ops, FWD)
+
+
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported() or not hasattr(ops, FWD), reason="vLLM has no kernel for it on this CPU"
+)
+def test_answers_are_those_of_the_weight_as_it_was_loaded_and_as_it_is_now() -> None:
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    cpu_conv_seam.install()
+    torch.manual_seed(0)
+    weight, x = torch.randn(64, 1, 4).bfloat16(), torch.randn(10, 64).bfloat16()
+    one = torch.zeros(1, dtype=torch.int32)
+
+    def served() -> tuple[torch.Tensor, torch.Tensor]:
+        """Ten tokens read at once, and an eleventh after them."""
+        state = torch.zeros(1, 3, 64).bfloat16().transpose(1, 2)
+        common = {"bias": None, "conv_states": state, "silu_activation": True, "is_weight_packed": True}
+        until = torch.tensor([0, 10], dtype=torch.int32)
+        read = ops.causal_conv1d_fwd_cpu(
+            x=x.t(), weight=weight, query_start_loc=until, cache_indices=one, has_initial_state=torch.tensor([False]),
+            **common,
+        )  # fmt: skip
+        return read, ops.causal_conv1d_update_cpu(x=x[:1], weight=weight, conv_state_indices=one, **common)
+
+    def expected() -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = F.pad(torch.cat([x, x[:1]]).t().float(), (3, 0))
+        out = F.silu(F.conv1d(tokens[None], weight.float(), groups=64)[0])
+        return out[:, :10], out[:, 10:].t()
+
+    for _ in range(2):
+        for got, wanted in zip(served(), expected(), strict=True):
+            torch.testing.assert_close(got.float(), wanted, rtol=0.02, atol=0.02)
+        weight[5, 0, 2] += 3  # as a delta does it

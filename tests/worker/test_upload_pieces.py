@@ -15,25 +15,27 @@ from vllm_delta_plugin import transfer
 
 
 class Event:
-    """One whose recorded work is over only once somebody has waited for it."""
+    """One whose recorded work goes on reading its piece until somebody waits for it."""
 
-    def __init__(self) -> None:
-        self.reading = False
+    def __init__(self, piece: torch.Tensor) -> None:
+        self.piece = piece
+        self.read: torch.Tensor | None = None
         self.records = 0
 
     def record(self) -> None:
-        assert not self.reading, "filled again while it may still be read"
-        self.reading = True
+        self.read = self.piece.clone()
         self.records += 1
 
     def synchronize(self) -> None:
-        self.reading = False
+        assert self.read is None or torch.equal(self.piece, self.read), "filled again while it was still being read"
+        self.read = None
 
 
 def ring(count: int) -> transfer.Ring:
     made: transfer.Ring = SimpleQueue()
     for _ in range(count):
-        made.put((torch.empty(transfer.PIECE, dtype=torch.uint8), Event()))
+        piece = torch.zeros(transfer.PIECE, dtype=torch.uint8)
+        made.put((piece, Event(piece)))
     return made
 
 
@@ -53,6 +55,8 @@ def test_parts_come_where_they_belong_in_as_few_pieces_as_there_can_be(
     for begin, part in parts:
         np.testing.assert_array_equal(target.numpy()[begin : begin + len(part)], part)
     events = [pieces.get_nowait()[1] for _ in range(count)]
+    for event in events:
+        event.synchronize()
     assert pieces.empty() and sum(event.records for event in events) == -(-at // 64)
 
 

@@ -1,7 +1,8 @@
 """Seam: the convolutions of gated delta nets on CPUs that multiply bfloat16 (tried with vLLM 0.32).
 
-vLLM packs their weights at load and tells its kernels so. The kernels take plain ones too, and pack them at each call:
-a few thousand elements a layer.
+vLLM packs their weights at load and tells its kernels so. The kernels take plain ones too, and pack them at each call,
+some ten thousand elements a layer. All that calls them does so by way of ``vllm._custom_ops``; a kernel that is not
+told would take plain weights for packed ones (tests/worker/test_cpu_convolutions.py looks at the answers).
 """
 
 from __future__ import annotations

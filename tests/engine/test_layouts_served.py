@@ -12,7 +12,7 @@ from helpers.tiny_models import build
 
 from delta_sync.manifest import Manifest
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.rare]  # beside another test on two cores its servers start too slowly
 COMMITS = 5
 
 

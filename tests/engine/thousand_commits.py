@@ -5,17 +5,22 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 
 def held() -> dict[str, int]:
-    """Resident bytes, open files and threads of this process."""
+    """Resident bytes, open files and threads of this process, the least of two seconds: some are about to end."""
     import psutil
 
     gc.collect()
     me = psutil.Process()
-    return {"rss": me.memory_info().rss, "handles": me.num_fds(), "threads": me.num_threads()}
+    seen = []
+    for _ in range(20):
+        time.sleep(0.1)
+        seen.append((me.memory_info().rss, me.num_fds(), me.num_threads()))
+    return dict(zip(("rss", "handles", "threads"), map(min, zip(*seen, strict=True)), strict=True))
 
 
 def main(request: Path, answer: Path) -> None:

@@ -12,7 +12,7 @@ from helpers.tiny_models import build
 
 from delta_sync.manifest import Manifest
 
-pytestmark = [pytest.mark.long, pytest.mark.rare]  # beside another test on two cores its servers start too slowly
+pytestmark = [pytest.mark.long, pytest.mark.rare]  # beside another test a server did not start in 300 s, and nothing said why
 COMMITS = 5
 
 

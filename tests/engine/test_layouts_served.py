@@ -12,7 +12,8 @@ from helpers.tiny_models import build
 
 from delta_sync.manifest import Manifest
 
-pytestmark = [pytest.mark.long, pytest.mark.rare]  # beside another test a server did not start in 300 s, and nothing said why
+# Rare: beside another test one server did not start in 300 s, and nothing said why.
+pytestmark = [pytest.mark.long, pytest.mark.rare]
 COMMITS = 5
 
 

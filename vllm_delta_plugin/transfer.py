@@ -1,8 +1,8 @@
 """Between host and GPU through a few pinned pieces: a large pageable copy makes the engine wait to launch its kernels.
 
 An older revision on an H200: beside a pageable upload of 48 MB a step of 2.7 ms took 7.5, beside one in pinned pieces
-2.8. The pieces are made once, so that none is pinned while streams run. Copies on the host are NumPy's: torch's may start
-a thread a core.
+2.8. The pieces are made once, so that none is pinned while streams run. Copies on the host are NumPy's: torch's may
+start a thread a core.
 """
 
 from __future__ import annotations

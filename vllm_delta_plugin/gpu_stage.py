@@ -79,7 +79,7 @@ class GpuStageBuilder(StageBuilder):
 
     def finish(self) -> None:
         """See StageBuilder; waits for the GPU."""
-        for parts in self._made.values():  # one launch for each width
+        for parts in self._made.values():  # a commit has to look after every tensor
             self.on_device.append(
                 OnDevice(torch.cat([one.addresses for one in parts]), torch.cat([one.staged for one in parts]))
             )

@@ -1,13 +1,15 @@
 """The swap on a GPU: what is staged are the bits that differ, and flipping them twice leaves live bits as they were.
 
-One launch for each staged object and element width, over absolute addresses, so storages need no loop.
+One launch for each element width, over absolute addresses, so neither storages nor staged objects need a loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_delta_plugin.commit import all_or_none
@@ -41,16 +43,26 @@ class GpuSwap:
 
 
 class _TritonGroup:
-    def __init__(self, ready: OnDevice) -> None:
-        self._ready = ready
+    """What is staged for elements of one width, at least one."""
+
+    def __init__(self, parts: Sequence[OnDevice], device: torch.device) -> None:
+        self._parts = parts
+        programs = [-(-part.staged.numel() // BLOCK) for part in parts]
+        *begins, total = accumulate(programs, initial=0)
+        rows = [
+            (part.addresses.data_ptr(), part.staged.data_ptr(), part.staged.numel(), begin)
+            for part, begin in zip(parts, begins, strict=True)
+        ]
+        self._grid = (total,)
+        self._table = to_device(np.array(rows, np.int64).reshape(-1), device)
+        self._part_of = to_device(np.repeat(np.arange(len(parts), dtype=np.int32), programs), device)
 
     def flip(self, stream: Any) -> None:
-        addresses, staged = self._ready.addresses, self._ready.staged
-        addresses.record_stream(stream)
-        staged.record_stream(stream)
-        count = staged.numel()
-        flip[(-(-count // BLOCK),)](
-            addresses, staged, count, WIDTH=8 * staged.element_size(), BLOCK=BLOCK, num_warps=FLIP_WARPS
+        for tensor in (self._table, self._part_of, *(t for part in self._parts for t in (part.addresses, part.staged))):
+            tensor.record_stream(stream)
+        like = self._parts[0].staged
+        flip[self._grid](
+            like, self._part_of, self._table, WIDTH=8 * like.element_size(), BLOCK=BLOCK, num_warps=FLIP_WARPS
         )
 
 
@@ -70,14 +82,16 @@ def _groups(builder: StageBuilder, device: torch.device) -> list[Any]:
     if not HAS_TRITON:
         return [_TorchGroup(update, device) for update in updates]
     ready = list(builder.on_device) if isinstance(builder, GpuStageBuilder) else []
-    return [_TritonGroup(group) for group in [*ready, *(_joined(same, device) for same in _by_width(updates))]]
+    widths: dict[int, list[OnDevice]] = {}
+    for part in (*ready, *(_uploaded_addresses(update, device) for update in updates)):
+        if part.staged.numel():
+            widths.setdefault(part.staged.element_size(), []).append(part)
+    return [_TritonGroup(parts, device) for parts in widths.values()]
 
 
-def _joined(updates: Sequence[Update], device: torch.device) -> OnDevice:
-    width = updates[0].storage.dtype.itemsize
-    parts = [(update.storage.bits.data_ptr(), *_uploaded(update, device)) for update in updates]
-    addresses = torch.cat([begin + index * width for begin, index, _ in parts])
-    return OnDevice(addresses, torch.cat([staged for _, _, staged in parts]))
+def _uploaded_addresses(update: Update, device: torch.device) -> OnDevice:
+    index, staged = _uploaded(update, device)
+    return OnDevice(update.storage.bits.data_ptr() + index * update.storage.dtype.itemsize, staged)
 
 
 def _uploaded(update: Update, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,8 +99,3 @@ def _uploaded(update: Update, device: torch.device) -> tuple[torch.Tensor, torch
     index = to_device(update.index, device)
     bits = to_device(update.bits.view(f"<i{update.bits.itemsize}"), device)
     return index, bits ^ update.storage.bits[index]
-
-
-def _by_width(updates: Sequence[Update]) -> list[list[Update]]:
-    widths = sorted({u.storage.dtype.itemsize for u in updates})
-    return [[u for u in updates if u.storage.dtype.itemsize == width] for width in widths]

@@ -23,6 +23,9 @@ from vllm_delta_plugin.store_clock import StoreClock
 from vllm_delta_plugin.taken import Taken, trace_refusal
 
 _REMEMBERED = 100  # most errors of anchors that are not said again
+# Seconds between the output that a commit may have delayed and the acknowledgement: what that takes of the interpreter
+# would delay the same output, which the engine is still handing on.
+_NOT_AT_ONCE = 0.05
 
 
 class Reporter:
@@ -145,6 +148,8 @@ class Reporter:
         if taken is None:
             return
         gap = None if taken.staged is None else self._gap()
+        if gap is not None:
+            time.sleep(_NOT_AT_ONCE)
         performance = taken.performance(gap)
         self._status.update(performance=performance)
         measures = self._status.measures

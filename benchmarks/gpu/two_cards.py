@@ -27,12 +27,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks" / "gpu")]
 
 import torch  # noqa: E402
-from commit_gap import PROMPTS, change, say, spread  # noqa: E402
+from commit_gap import PROMPTS, change, say  # noqa: E402
 from helpers.machine import SERVE_ARGS  # noqa: E402
 from helpers.publish import Publisher  # noqa: E402
 from helpers.server import VllmServer  # noqa: E402
 from helpers.tiny_models import COMMON, write_tokenizer  # noqa: E402
 from streams import Streams  # noqa: E402
+from token_gaps import spread  # noqa: E402
 
 TP2, PP2, DP2 = ("-tp", "2"), ("-pp", "2"), ("--data-parallel-size", "2")
 EP = "--enable-expert-parallel"

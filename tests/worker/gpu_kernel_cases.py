@@ -87,6 +87,30 @@ def test_staging_and_swapping(batch: int, monkeypatch: pytest.MonkeyPatch) -> No
             np.testing.assert_array_equal(got, wanted)
 
 
+def test_objects_of_one_version_are_flipped_in_one_launch_of_a_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However each was staged: decoded there or on the host, or made of what is; some are longer than a program."""
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    host, device = one_model(torch.device("cpu")), one_model(DEVICE)
+    before = host_bits(host)
+    here, there = StageBuilder(host, limit=2**30), GpuStageBuilder(device, limit=2**30)
+    [whole, *others] = steps(4, 0.3)
+    assert there.add_unpacked(unpack_delta(encode_delta(HEADER, [whole])))
+    for builder in (here, there):
+        builder.add_deltas({delta.name: [delta] for delta in ([whole] if builder is here else []) + others})
+    at = torch.tensor([0, 1, 6300 - 1])
+    there.add_made(1, at.to(DEVICE), device.storages[1].bits[at.to(DEVICE)] ^ 5)
+    here.add_made(1, at, host.storages[1].bits[at] ^ 5)
+    there.finish()
+    HostSwap(here.updates()).swap(lambda: None)
+    groups = gpu_swap._groups(there, DEVICE)
+    assert len(groups) == 2, "one of two bytes, one of four"
+    for expected in (host_bits(host), before):
+        for group in groups:
+            group.flip(None)
+        for got, wanted in zip(host_bits(device), expected, strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+
 @pytest.mark.parametrize("kind", ["F8_E4M3", "BF16", "F32"])
 def test_neighbours_in_a_word_of_memory_are_flipped_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flips go by words of four bytes, changes by elements; also where a storage ends within a word."""

@@ -27,14 +27,14 @@ class Swap(Protocol):
     """Staged bits of all storages of one rank."""
 
     def swap(self, between: Callable[[], None]) -> None:
-        """Exchange staged and live bits, calling ``between`` half way; on an exception live bits are as before.
+        """Exchange staged and live bits, calling ``between`` on the way; on an exception live bits are as before.
 
         HalfSwapped if they are not.
         """
 
 
 def all_or_none(parts: Sequence[Part], exchange: Callable[[Part], None], between: Callable[[], None]) -> None:
-    """``exchange`` every part, ``between`` half way; on an exception those that were again, which undoes it.
+    """``exchange`` every part, ``between`` half way, of one part before; on an exception undo it by doing it again.
 
     HalfSwapped if that fails too.
     """

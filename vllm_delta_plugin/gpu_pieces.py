@@ -21,6 +21,23 @@ class OnDevice:
     staged: torch.Tensor
 
 
+def by_width(parts: Sequence[OnDevice]) -> list[list[OnDevice]]:
+    """The parts of each element width, without those that flip nothing."""
+    widths: dict[int, list[OnDevice]] = {}
+    for part in parts:
+        if part.staged.numel():
+            widths.setdefault(part.staged.element_size(), []).append(part)
+    return list(widths.values())
+
+
+def joined(parts: Sequence[OnDevice]) -> list[OnDevice]:
+    """All parts of an element width as one: a commit looks after every tensor, on the engine's thread."""
+    return [
+        OnDevice(torch.cat([part.addresses for part in same]), torch.cat([part.staged for part in same]))
+        for same in by_width(parts)
+    ]
+
+
 def row(region: Region, storages: Sequence[LiveStorage], place: Sequence[int] = (), *, raw: bool = False) -> list[int]:
     """The kernels' row about a piece, see gpu_kernels.PIECE; a dimension that is missing has one element."""
     missing = MAX_DIMS - len(region.shape)

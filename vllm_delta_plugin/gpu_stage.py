@@ -22,7 +22,7 @@ from vllm_delta_plugin.background import Pace
 from vllm_delta_plugin.gpu_coded import CodedPiece, Pending, stage_coded_on_device
 from vllm_delta_plugin.gpu_decode import DECODING, can_decode
 from vllm_delta_plugin.gpu_kernels import BLOCK, MAX_DIMS, stage
-from vllm_delta_plugin.gpu_pieces import OnDevice, row
+from vllm_delta_plugin.gpu_pieces import OnDevice, joined, row
 from vllm_delta_plugin.live_storage import SIGNED, LiveStorage
 from vllm_delta_plugin.regions import Region, map_positions
 from vllm_delta_plugin.staged import StageBuilder
@@ -48,7 +48,7 @@ class GpuStageBuilder(StageBuilder):
 
     on_device: list[OnDevice] = field(default_factory=list)
     _pending: list[Pending] = field(default_factory=list)
-    _made: dict[int, list[OnDevice]] = field(default_factory=dict)  # by element width
+    _made: list[OnDevice] = field(default_factory=list)
 
     def add_unpacked(self, object_: Unpacked) -> bool:
         """See StageBuilder."""
@@ -79,10 +79,7 @@ class GpuStageBuilder(StageBuilder):
 
     def finish(self) -> None:
         """See StageBuilder; waits for the GPU."""
-        for parts in self._made.values():  # a commit has to look after every tensor
-            self.on_device.append(
-                OnDevice(torch.cat([one.addresses for one in parts]), torch.cat([one.staged for one in parts]))
-            )
+        self.on_device += joined(self._made)
         self._made.clear()
         pending, self._pending = self._pending, []
         if not pending:
@@ -118,7 +115,7 @@ class GpuStageBuilder(StageBuilder):
         self._grow(index.nbytes + bits.nbytes)
         live = self.weights.storages[storage].bits
         address = live.data_ptr() + index * live.element_size()
-        self._made.setdefault(live.element_size(), []).append(OnDevice(address, bits ^ live[index]))
+        self._made.append(OnDevice(address, bits ^ live[index]))
 
     def _add_pieces(self, width: int, pieces: Sequence[Piece]) -> None:
         if not pieces:

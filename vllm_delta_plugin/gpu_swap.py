@@ -19,7 +19,7 @@ from vllm_delta_plugin.transfer import to_device
 
 if HAS_TRITON:
     from vllm_delta_plugin.gpu_kernels import BLOCK, FLIP_WARPS, flip
-    from vllm_delta_plugin.gpu_pieces import OnDevice
+    from vllm_delta_plugin.gpu_pieces import OnDevice, by_width, joined
     from vllm_delta_plugin.gpu_stage import GpuStageBuilder
 
 
@@ -82,11 +82,8 @@ def _groups(builder: StageBuilder, device: torch.device) -> list[Any]:
     if not HAS_TRITON:
         return [_TorchGroup(update, device) for update in updates]
     ready = list(builder.on_device) if isinstance(builder, GpuStageBuilder) else []
-    widths: dict[int, list[OnDevice]] = {}
-    for part in (*ready, *(_uploaded_addresses(update, device) for update in updates)):
-        if part.staged.numel():
-            widths.setdefault(part.staged.element_size(), []).append(part)
-    return [_TritonGroup(parts, device) for parts in widths.values()]
+    parts = [*ready, *joined([_uploaded_addresses(update, device) for update in updates])]
+    return [_TritonGroup(same, device) for same in by_width(parts)]
 
 
 def _uploaded_addresses(update: Update, device: torch.device) -> OnDevice:

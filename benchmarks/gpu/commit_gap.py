@@ -165,7 +165,7 @@ def serve(
         time.sleep(5)
         rows = [step(server, run, number) for number in range(1, args.versions + 1)]
         say("auditing", began)
-        audits = [audit(server) for _ in range(5)]
+        audits = [audit(server) for _ in range(10)]
         recorders = streams.stop()
     times, interruptions = [r.times for r in recorders], [why for r in recorders for why in r.interruptions]
     keep(logs / "times.npz", rows, audits, times)

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpo_run
 import pytest
-from helpers import tiny_models
+from helpers import slow_steps, tiny_models
 from helpers.server import VllmServer
 from transformers import TrainerCallback
 
@@ -54,7 +54,8 @@ def test_ahead_of_a_real_server(tmp_path: Path) -> None:
     tiny_models.build(tmp_path / "model", "qwen3")
     bucket = str(tmp_path / "bucket")
     settings: dict[str, Any] = {"sync_timeout": 120.0, "rollouts_ahead": 1, "max_staleness": 1}
-    with VllmServer(tmp_path / "model", tmp_path / "server.log", ["--delta-sync", bucket]) as server:
+    args = ["--delta-sync", bucket]
+    with VllmServer(tmp_path / "model", tmp_path / "server.log", args, plugins=[slow_steps]) as server:
         sync = DeltaSyncCallback(bucket, **settings)
         trainer = grpo_run.trainer_of(tmp_path / "model", server.url, sync, steps=STEPS)
         trainer.train()
@@ -64,14 +65,16 @@ def test_ahead_of_a_real_server(tmp_path: Path) -> None:
         assert sync.rollouts.staleness.total() == 4 * STEPS
         assert sync.rollouts.staleness.keys() <= {0, 1}
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-        assert all(entry["sampling/sampling_logp_difference/mean"] < 0.1 for entry in logs)
+        # One version older makes up to 0.12, another token more than 1.
+        assert all(entry["sampling/sampling_logp_difference/mean"] < 0.3 for entry in logs)
         assert running(server) == 0
 
         again, interrupt = DeltaSyncCallback(bucket, **settings), Interrupt(server)
         stopped = grpo_run.trainer_of(tmp_path / "model", server.url, again, steps=STEPS, more=[interrupt])
         interrupt.trainer = stopped
-        with pytest.raises(KeyboardInterrupt):
-            stopped.train()
-        again.close()
-        wait_for(lambda: running(server) == 0, timeout=15)  # 1800 tokens would take longer
+        with server.slow_steps():
+            with pytest.raises(KeyboardInterrupt):
+                stopped.train()
+            again.close()
+            wait_for(lambda: running(server) == 0, timeout=15)  # 1800 tokens would take longer
         assert [record.ahead for record in again.rollouts.batches] == [False, True]

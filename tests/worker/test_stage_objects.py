@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -126,6 +127,23 @@ def test_objects_come_in_order_a_few_ahead_and_no_more_bytes_than_allowed(tmp_pa
     begun.clear()
     for ref, data in zip(refs, fetch(publisher.ledger, refs, bytes, most_bytes=1), strict=True):
         assert len(begun) <= refs.index(ref) + 2 and data == read(ref)
+
+
+def test_objects_do_not_begin_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an engine in the same process would have to wait for the interpreter behind all their threads."""
+    before = weights()
+    publisher, manifest = published(tmp_path / "run", before, nudged(before, 0.05, 1), per_tensor=True)
+    done: list[object] = []
+    begin = fetching.Crew.begin
+
+    def noted(crew, call):
+        done.append("begin")
+        return begin(crew, call)
+
+    monkeypatch.setattr(fetching.Crew, "begin", noted)
+    monkeypatch.setattr(fetching, "time", SimpleNamespace(sleep=done.append))
+    assert len(list(fetch(publisher.ledger, manifest.objects, bytes))) == len(manifest.objects) > 3
+    assert done == ["begin", fetching.BETWEEN] * len(manifest.objects)
 
 
 def test_bytes_are_worked_on_by_no_more_threads_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,8 +53,7 @@ def test_ahead_of_two_real_servers_with_adapters(tmp_path: Path) -> None:
     assert [(record.step, record.ahead) for record in records] == [(step, step > 0) for step in range(STEPS)]
     assert sync.rollouts.staleness.keys() <= {0, 1} and sync.rollouts.staleness.total() == 16 * STEPS
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    # One version older makes up to 0.12, another token more than 1.
-    assert all(entry["sampling/sampling_logp_difference/mean"] < 0.3 for entry in logs)
+    assert all(entry["sampling/sampling_logp_difference/mean"] < 0.1 for entry in logs)
     assert [status["adapter"] for status in statuses] == [newest.objects[0].sha256] * 2
     assert [status["anchors_taken"] for status in statuses] == [0, 0]
     assert [status["state"] for status in statuses] == ["live", "live"]

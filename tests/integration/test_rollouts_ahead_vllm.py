@@ -65,8 +65,9 @@ def test_ahead_of_a_real_server(tmp_path: Path) -> None:
         assert sync.rollouts.staleness.total() == 4 * STEPS
         assert sync.rollouts.staleness.keys() <= {0, 1}
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-        # One version older makes up to 0.12, another token more than 1.
-        assert all(entry["sampling/sampling_logp_difference/mean"] < 0.3 for entry in logs)
+        first, *ahead = (entry["sampling/sampling_logp_difference/mean"] for entry in logs)
+        assert first < 0.02  # by the same weights, here and there
+        assert max(ahead) < 0.3  # by a version older: up to 0.12; of another token: more than 1
         assert running(server) == 0
 
         again, interrupt = DeltaSyncCallback(bucket, **settings), Interrupt(server)

@@ -23,7 +23,7 @@ AHEAD_BYTES = 64 * 1024**2  # and so many bytes of them, coded; one object may b
 # Threads that work on bytes: with more of them an engine beside them waits longer (benchmarks/gpu/README.md).
 AT_WORK = 4
 # Seconds between the begins of two: a thread that begins wants the interpreter often, and an engine in this process is
-# one among all who do. Beside 16 objects at once a turn of 0.8 ms took 10 on a CPU, one after the other 2.2.
+# one among all who do. Beside 16 objects a turn of 0.85 ms took 8 on a CPU, with this pause 2.1 (benchmarks/gpu).
 BETWEEN = 1e-3
 
 

@@ -36,13 +36,15 @@ class RolledBack(RankError):
 
 @dataclass(frozen=True)
 class Committed:
-    """Milliseconds the engine's thread was busy; ``unsettled``: what failed once the weights were live, if anything.
+    """Since when the weights are live, in unix time, and for how many milliseconds that kept the engine's thread.
 
-    That is freeing a rank's undo buffer, or making running requests prefill anew.
+    ``unsettled``: what failed after that, if anything: making running requests prefill anew, or freeing what a rank
+    would have undone it with.
     """
 
+    at: float
     milliseconds: float
-    unsettled: Exception | None
+    unsettled: Exception | None = None
 
 
 def commit_all(
@@ -62,8 +64,12 @@ def commit_all(
     if failed is not None:
         _undo(ranks, version, failed)
         raise RolledBack.of(failed)
-    unsettled = first_failure(ranks.ask("settle", version))
-    return Committed((time.perf_counter() - started) * 1e3, unsettled)
+    return Committed(time.time(), (time.perf_counter() - started) * 1e3)
+
+
+def settle_all(ranks: Ranks, version: int) -> RankError | None:
+    """Free what ranks would have undone the commit with, on the engine's thread, any steps later; the first failure."""
+    return first_failure(ranks.ask("settle", version))
 
 
 def _undo(ranks: Ranks, version: int, cause: RankError) -> None:

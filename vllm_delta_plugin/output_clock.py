@@ -7,6 +7,7 @@ import time
 
 _WATCHED = 2  # gaps after a commit's begin: to the first output after it, and to the next, which it may have slowed
 PATIENCE = 0.25  # seconds in which those outputs come, where they come at all
+_REST = 0.01  # seconds
 
 
 class OutputClock:
@@ -42,6 +43,14 @@ class OutputClock:
         self._left = 0 if self._last is None else _WATCHED
         if self._left:
             self._settled.clear()
+
+    def rest(self) -> None:
+        """Let the coordinator's thread sleep for a step or two, if the engine steps.
+
+        The engine's thread shares the interpreter with it: proof, commit and report would all slow the same step.
+        """
+        if self._last is not None:
+            time.sleep(_REST)
 
     def gap(self, timeout: float = PATIENCE) -> float | None:
         """The longest seconds between two outputs around the last commit; None where no two came around it.

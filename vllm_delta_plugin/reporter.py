@@ -12,6 +12,7 @@ from delta_sync.errors import DeltaSyncError, StoreError
 from delta_sync.ledger import Ledger
 from delta_sync.manifest import Manifest
 from delta_sync.plan import Plan, Position
+from vllm_delta_plugin.engine_commit import Committed
 from vllm_delta_plugin.engine_load import Loaded
 from vllm_delta_plugin.engine_stage import Staged
 from vllm_delta_plugin.group import Group
@@ -49,19 +50,20 @@ class Reporter:
         self._taken: Taken | None = None  # and not acknowledged yet
         self._left_out: set[str] = set()  # what was said of anchors
 
-    def committed(self, staged: Staged, milliseconds: float, generation: int) -> None:
+    def committed(self, staged: Staged, committed: Committed, generation: int) -> None:
         """A staged plan is live on all ranks."""
         counters = self._status.counters
         counters.commits += 1
         counters.anchors_taken += staged.plan.start == "anchor"
         counters.changed_elements_last = staged.changed
-        counters.commit_ms_last, counters.stage_seconds_last = milliseconds, staged.seconds
-        counters.committed_at_last = time.time()
+        counters.commit_ms_last, counters.stage_seconds_last = committed.milliseconds, staged.seconds
+        counters.committed_at_last = committed.at
         sighting = self._status.sighting(staged.plan.target.version)
-        self._taken = Taken(staged.plan.target, sighting, staged.read, staged, milliseconds / 1e3)
+        seconds = committed.milliseconds / 1e3
+        self._taken = Taken(staged.plan.target, sighting, staged.read, staged, seconds, committed.at)
         what = "with its LoRA adapter, " if staged.plan.target.kind == "adapter" else ""
         how = f"from {staged.plan.start}, {what}{staged.changed} elements changed, "
-        how += f"staged in {staged.seconds:.2f} s, committed in {milliseconds:.2f} ms"
+        how += f"staged in {staged.seconds:.2f} s, committed in {committed.milliseconds:.2f} ms"
         self._serving(staged.plan.target, how, generation)
 
     def loaded(self, target: Manifest, loaded: Loaded, generation: int) -> None:

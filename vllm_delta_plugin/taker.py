@@ -69,7 +69,7 @@ class Taker:
             self._status.update(staged=None)
         if committed.unsettled is not None:
             self._status.note_error(committed.unsettled)
-        self._report.committed(staged, committed.milliseconds, self._live.generation)
+        self._report.committed(staged, committed, self._live.generation)
 
     def _load(self, plan: Plan) -> None:
         """Take an anchor that is too large to stage; until that succeeds nothing is served."""

@@ -43,6 +43,7 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "moe-tp2": ("qwen3_moe", TP2),
     "moe-ep2": ("qwen3_moe", (*TP2, EP)),
     "moe-pp2": ("qwen3_moe", PP2),
+    "moe-pp2-eager": ("qwen3_moe", (*PP2, "--enforce-eager")),  # no kernels that are compiled, and chosen by timing
     "dense-dp2": ("llama", DP2),
     "moe-dp2": ("qwen3_moe", DP2),
     "moe-dp2-ep": ("qwen3_moe", (*DP2, EP)),

@@ -64,6 +64,20 @@ def test_outputs_around_a_commit_give_the_gap(trainer: Any, replica_of: Any) -> 
     assert acknowledged(replica, version).performance["gap_seconds"] > 0
 
 
+def test_proof_commit_and_what_follows_are_steps_apart(trainer: Any, replica_of: Any, monkeypatch: Any) -> None:  # noqa: F811
+    """Each takes the interpreter from the engine; together they would all delay the same tokens."""
+    replica = replica_of().start()
+    trainer.origin()
+    replica.wait_version(1)
+    order: list[str] = []
+    monkeypatch.setattr(replica.live.outputs, "rest", lambda: order.append(f"rest at {replica.status['version']}"))
+    replica.executor.before = lambda name: order.append(name)
+    trainer.step(0)
+    replica.wait_version(2)
+    calls = [name for name in order if name != "stage_poll"]
+    assert calls[:5] == ["stage_begin", "rest at 1", "commit", "rest at 1", "settle"]
+
+
 def test_failures_are_counted_once_by_their_kind(trainer: Any, replica_of: Any, weights: Any) -> None:  # noqa: F811
     replica = replica_of(poll=0.01).start()
     trainer.origin()

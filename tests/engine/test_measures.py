@@ -183,6 +183,18 @@ def test_no_gap_while_idle_or_when_nothing_comes() -> None:
     assert (clock.gap(0.0) or 0) >= 0.05
 
 
+def test_a_rest_is_taken_only_while_tokens_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, rests = OutputClock(), []
+    monkeypatch.setattr(time, "sleep", rests.append)
+    clock.rest()
+    clock.returned(True)
+    assert not rests
+    clock.rest()
+    clock.returned(False)
+    clock.rest()
+    assert len(rests) == 1 and 0 < rests[0] < 0.05
+
+
 def test_no_gap_over_the_time_after_an_aborted_request() -> None:
     engine: Any = SimpleNamespace(
         delta_sync=SimpleNamespace(outputs=OutputClock()),

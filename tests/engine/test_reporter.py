@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_delta_plugin import reporter
+from vllm_delta_plugin.engine_commit import Committed
 from vllm_delta_plugin.group import ALONE
 from vllm_delta_plugin.reading import NOTHING
 from vllm_delta_plugin.reporter import Reporter
@@ -43,8 +44,9 @@ def test_an_acknowledgement_does_not_begin_with_the_output_that_a_commit_made_la
     ledger: Any = SimpleNamespace(acknowledge=lambda ack: done.append(ack.version))
     status = Status(Facts("r", "file:///run", "m", "BF16", "processed_logprobs", "f"))
     report = Reporter(ledger, status, True, watch, StoreClock(), ALONE)
-    report.committed(STAGED, 0.4, generation=1)
+    report.committed(STAGED, Committed(1.7e9, 0.4), generation=1)
     assert status.served.version == 7 and not done, "what is served is said at once"
+    assert status.counters.committed_at_last == 1.7e9, "and since when, which is not now"
     report.acknowledge()
     assert done == (["watched", "paused", 7] if gap else ["watched", 7])
     assert status.performance.get("gap_seconds") == gap

@@ -164,12 +164,9 @@ def _merge_axes(
     return dst, src, sizes
 
 
-def state_digest(tensors: Mapping[str, TensorState], pace: Callable[[], None] | None = None) -> str:
-    """sha256 hex over all tensors' names, dtypes, shapes and digests: one model state's identity.
-
-    ``pace`` is called at every tensor, by threads that must not keep the interpreter for themselves.
-    """
-    return _hash_lines(tensors, lambda state: b"\0%016x\n" % state.digest, pace)
+def state_digest(tensors: Mapping[str, TensorState]) -> str:
+    """sha256 hex over all tensors' names, dtypes, shapes and digests: one model state's identity."""
+    return _hash_lines(tensors, lambda state: b"\0%016x\n" % state.digest)
 
 
 def model_fingerprint(tensors: Mapping[str, TensorState]) -> str:
@@ -177,13 +174,9 @@ def model_fingerprint(tensors: Mapping[str, TensorState]) -> str:
     return _hash_lines(tensors, lambda state: b"\n")
 
 
-def _hash_lines(
-    tensors: Mapping[str, TensorState], end: Callable[[TensorState], bytes], pace: Callable[[], None] | None = None
-) -> str:
+def _hash_lines(tensors: Mapping[str, TensorState], end: Callable[[TensorState], bytes]) -> str:
     total = hashlib.sha256()
     for name in sorted(tensors, key=str.encode):
-        if pace is not None:
-            pace()
         state = tensors[name]
         shape = ",".join(map(str, state.shape))
         total.update(f"{name}\0{state.dtype}\0{shape}".encode() + end(state))

@@ -36,10 +36,10 @@ class RolledBack(RankError):
 
 @dataclass(frozen=True)
 class Committed:
-    """Since when the weights are live, in unix time, and for how many milliseconds that kept the engine's thread.
+    """Unix time of the swap, and milliseconds the engine's thread was busy with it.
 
-    ``unsettled``: what failed after that, if anything: making running requests prefill anew, or freeing what a rank
-    would have undone it with.
+    ``unsettled``: what failed once the weights were live, if anything: freeing a rank's undo buffer, or making running
+    requests prefill anew.
     """
 
     at: float
@@ -64,12 +64,8 @@ def commit_all(
     if failed is not None:
         _undo(ranks, version, failed)
         raise RolledBack.of(failed)
-    return Committed(time.time(), (time.perf_counter() - started) * 1e3)
-
-
-def settle_all(ranks: Ranks, version: int) -> RankError | None:
-    """Free what ranks would have undone the commit with, on the engine's thread, any steps later; the first failure."""
-    return first_failure(ranks.ask("settle", version))
+    unsettled = first_failure(ranks.ask("settle", version))
+    return Committed(time.time(), (time.perf_counter() - started) * 1e3, unsettled)
 
 
 def _undo(ranks: Ranks, version: int, cause: RankError) -> None:

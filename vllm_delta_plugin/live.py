@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,7 @@ from vllm_delta_plugin.adapter_slot import no_lora
 from vllm_delta_plugin.cache_salt import CacheSalt
 from vllm_delta_plugin.config import ReplicaConfig
 from vllm_delta_plugin.engine_audit import Auditor, compare
-from vllm_delta_plugin.engine_commit import Committed, commit_all, settle_all
+from vllm_delta_plugin.engine_commit import Committed, commit_all
 from vllm_delta_plugin.engine_load import Loaded, Pause, load_dense
 from vllm_delta_plugin.engine_stage import Staged, Stager
 from vllm_delta_plugin.gate import Gate
@@ -140,19 +140,17 @@ class Live:
         """Forget what is staged."""
         self._stager.drop()
 
-    def commit(self, staged: Staged) -> Committed:
-        """Make a staged plan live on all ranks or none; see commit_all. With "sync" running requests end first."""
-        self.outputs.rest()  # from the proof
-        committed = self._commit_between_steps(staged)
-        self.outputs.rest()
-        return self._settle(staged, committed)
+    def commit(self, staged: Staged, report: Callable[[Committed, int], None]) -> Committed:
+        """Make a staged plan live on all ranks or none; see commit_all. With "sync" running requests end first.
 
-    def _commit_between_steps(self, staged: Staged) -> Committed:
+        ``report`` is called with that and the generation before the engine steps again: tokens and status go together.
+        """
+        self.outputs.rest()  # from the proof
         if self._transition != "sync":
-            return self._group.commit(self._main, lambda: self._commit(staged))
+            return self._group.commit(self._main, lambda: self._commit(staged, report))
         try:
             self._stop_stepping()
-            return self._main.run(lambda: self._commit(staged))
+            return self._main.run(lambda: self._commit(staged, report))
         finally:
             self._step_again()
 
@@ -167,7 +165,7 @@ class Live:
         self._pause.end()
         self.gate.open()
 
-    def _commit(self, staged: Staged) -> Committed:
+    def _commit(self, staged: Staged, report: Callable[[Committed, int], None] = lambda *_: None) -> Committed:
         """On the engine's thread, so that whatever it reads next sees new bits and new position together."""
         plan = staged.plan
         self.outputs.commit()
@@ -176,11 +174,9 @@ class Live:
         self._serves, self._adapter = plan.target, adapter_of(plan.target)
         self._sums, self._proven, self.stale = staged.after.sums, staged.after, False
         self._auditor.committed()
-        return replace(committed, unsettled=self._recompute())
-
-    def _settle(self, staged: Staged, committed: Committed) -> Committed:
-        failed = self._main.run(lambda: settle_all(self._ranks, staged.plan.target.version))
-        return replace(committed, unsettled=committed.unsettled or failed)
+        committed = replace(committed, unsettled=committed.unsettled or self._recompute())
+        report(committed, self.generation)
+        return committed
 
     def _recompute(self) -> Exception | None:
         """With "recompute" running requests start over; why they could not."""
@@ -205,7 +201,7 @@ class Live:
         unsettled = None
         if self.changes_adapter(plan):  # still paused
             staged = self.stage(Plan(plan.target, "live", None, (), {}))
-            unsettled = self._settle(staged, self._main.run(lambda: self._commit(staged))).unsettled
+            unsettled = self._main.run(lambda: self._commit(staged)).unsettled
         self._serves, self.lost = plan.target, False
         self._auditor.committed()
         unsettled = unsettled or self._main.run(self._recompute)

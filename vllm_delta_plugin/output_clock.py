@@ -11,7 +11,7 @@ _REST = 0.01  # seconds
 
 
 class OutputClock:
-    """Told of outputs and commits on the engine's thread; ``gap`` is for the coordinator's."""
+    """Told of outputs and commits on the engine's thread; ``gap`` and ``rest`` are for the coordinator's."""
 
     def __init__(self) -> None:
         self._last: float | None = None  # when the last output came, while more are to come
@@ -45,9 +45,10 @@ class OutputClock:
             self._settled.clear()
 
     def rest(self) -> None:
-        """Let the coordinator's thread sleep for a step or two, if the engine steps.
+        """Sleep 10 ms if more outputs are to come.
 
-        The engine's thread shares the interpreter with it: proof, commit and report would all slow the same step.
+        The engine's thread shares the interpreter with this one: proof, commit and what is said of it took 1 ms more
+        of the same step than the commit itself, at Qwen3-0.6B's size on an H200 (benchmarks/gpu/README.md).
         """
         if self._last is not None:
             time.sleep(_REST)

@@ -10,7 +10,6 @@ from delta_sync.cover import check_cover
 from delta_sync.digest import state_digest
 from delta_sync.errors import IntegrityError, MappingError
 from delta_sync.manifest import TensorState
-from vllm_delta_plugin.background import Pace
 
 MASK = 2**64 - 1
 Sums = Mapping[str, int]  # region key -> sum modulo 2**64
@@ -52,27 +51,21 @@ class Layout:
 
         IntegrityError naming region and ranks if copies disagree, or if a rank does not report what it holds.
         """
-        pace = Pace()
         for rank, sums in enumerate(ranks):
             if unknown := set(sums) ^ self.keys[rank]:
                 raise IntegrityError(f"regions of rank {rank}", expected="those it attached with", got=sorted(unknown))
         digests = dict.fromkeys(self.tensors, 0)
         for key, region in self.regions.items():
-            pace()
             digests[region.tensor] = (digests[region.tensor] + self._agreed(key, ranks)) & MASK
         return digests
 
     def after(self, bases: Sequence[Sums], changes: Sequence[Sums]) -> list[dict[str, int]]:
         """Every rank's region sums after its changes; IntegrityError for a change to a region it does not hold."""
-        result, pace = [], Pace()
+        result = []
         for rank, (base, change) in enumerate(zip(bases, changes, strict=True)):
             if unknown := set(change) - self.keys[rank]:
                 raise IntegrityError(f"changes of rank {rank}", expected="regions it holds", got=sorted(unknown))
-            sums = dict(base)
-            for key, value in change.items():
-                pace()
-                sums[key] = (sums[key] + int(value)) & MASK
-            result.append(sums)
+            result.append({**base, **{key: (base[key] + int(value)) & MASK for key, value in change.items()}})
         return result
 
     def states(self, digests: Mapping[str, int]) -> dict[str, TensorState]:
@@ -112,7 +105,7 @@ class Proven:
     def of(cls, layout: Layout, sums: Sequence[Sums]) -> Proven:
         """Combine the ranks' sums; IntegrityError if their copies disagree."""
         digests = layout.combine(sums)
-        return cls(sums, digests, state_digest(layout.states(digests), Pace()))
+        return cls(sums, digests, state_digest(layout.states(digests)))
 
 
 def prove(

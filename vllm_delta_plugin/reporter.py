@@ -30,7 +30,9 @@ _NOT_AT_ONCE = 0.05
 
 
 class Reporter:
-    """Used from the coordinator's thread; an acknowledgement that cannot be written is reported, never fatal.
+    """Used from the coordinator's thread, but for ``committed``, which the engine's calls while that one waits.
+
+    An acknowledgement that cannot be written is reported, never fatal.
 
     What was taken is acknowledged by ``acknowledge``, everything else at once. ``gap`` waits a moment for the engine's
     next outputs and says how long the longest was away.
@@ -51,7 +53,7 @@ class Reporter:
         self._left_out: set[str] = set()  # what was said of anchors
 
     def committed(self, staged: Staged, committed: Committed, generation: int) -> None:
-        """A staged plan is live on all ranks."""
+        """A staged plan is live on all ranks; ``log_commit`` says so a moment later."""
         counters = self._status.counters
         counters.commits += 1
         counters.anchors_taken += staged.plan.start == "anchor"
@@ -61,10 +63,14 @@ class Reporter:
         sighting = self._status.sighting(staged.plan.target.version)
         seconds = committed.milliseconds / 1e3
         self._taken = Taken(staged.plan.target, sighting, staged.read, staged, seconds, committed.at)
+        self._serves(staged.plan.target, generation)
+
+    def log_commit(self, staged: Staged, committed: Committed) -> None:
+        """A line in the log."""
         what = "with its LoRA adapter, " if staged.plan.target.kind == "adapter" else ""
         how = f"from {staged.plan.start}, {what}{staged.changed} elements changed, "
         how += f"staged in {staged.seconds:.2f} s, committed in {committed.milliseconds:.2f} ms"
-        self._serving(staged.plan.target, how, generation)
+        _log(staged.plan.target, how)
 
     def loaded(self, target: Manifest, loaded: Loaded, generation: int) -> None:
         """An anchor was loaded in place."""
@@ -72,12 +78,14 @@ class Reporter:
         self._taken = Taken(target, sighting, loaded.read, commit_seconds=loaded.seconds)
         self._status.counters.commits += 1
         self._status.counters.anchors_taken += 1
-        self._serving(target, f"loaded from its anchor, paused for {loaded.seconds * 1e3:.0f} ms", generation)
+        self._serves(target, generation)
+        _log(target, f"loaded from its anchor, paused for {loaded.seconds * 1e3:.0f} ms")
 
     def adopted(self, target: Manifest, generation: int) -> None:
         """The live bits were the target's already."""
         self._taken = Taken(target, self._status.sighting(target.version))
-        self._serving(target, "live bits are this version's", generation)
+        self._serves(target, generation)
+        _log(target, "live bits are this version's")
 
     def rolled_back(self, error: RankError, generation: int) -> None:
         """A rank failed to commit and every rank is back on the old version."""
@@ -137,12 +145,11 @@ class Reporter:
         self._status.note_error(error)
         self._acknowledge()
 
-    def _serving(self, target: Manifest, how: str, generation: int) -> None:
+    def _serves(self, target: Manifest, generation: int) -> None:
         if (run := self._status.served.run) not in (None, target.run):
             logger.warning("delta sync: the store holds run %s now, no longer %s", target.run, run)
         place = (target.run, target.version, target.epoch, target.sha256, target.state_digest, generation)
         self._status.serves(Served(*place, adapter_of(target)))
-        logger.info("delta sync: serving version %d (%s)", target.version, how)
 
     def acknowledge(self) -> None:
         """Say in the bucket what was taken since the last time, if anything, and what it took."""
@@ -191,3 +198,7 @@ class Reporter:
                 self._ledger.acknowledge(ack)
         except StoreError as error:
             self._status.note_error(error)
+
+
+def _log(target: Manifest, how: str) -> None:
+    logger.info("delta sync: serving version %d (%s)", target.version, how)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from delta_sync.errors import SyncTimeoutError
 from delta_sync.plan import Plan
 from vllm_delta_plugin.engine_commit import RolledBack
@@ -57,7 +59,7 @@ class Taker:
     def _commit(self, staged: Staged) -> None:
         self._status.update(staged=staged.plan.target.version)
         try:
-            committed = self._live.commit(staged)
+            committed = self._live.commit(staged, partial(self._report.committed, staged))
         except RolledBack:
             self._live.drop()
             self._live.request_audit()
@@ -69,7 +71,8 @@ class Taker:
             self._status.update(staged=None)
         if committed.unsettled is not None:
             self._status.note_error(committed.unsettled)
-        self._report.committed(staged, committed, self._live.generation)
+        self._live.outputs.rest()
+        self._report.log_commit(staged, committed)
 
     def _load(self, plan: Plan) -> None:
         """Take an anchor that is too large to stage; until that succeeds nothing is served."""

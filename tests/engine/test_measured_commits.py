@@ -9,6 +9,7 @@ import numpy as np
 from test_coordinator import anchor, replica_of, trainer, uri, weights  # noqa: F401 (fixtures)
 
 from delta_sync.errors import StoreError
+from vllm_delta_plugin.log import logger
 
 
 def measures(replica: Any) -> dict[str, Any]:
@@ -64,18 +65,31 @@ def test_outputs_around_a_commit_give_the_gap(trainer: Any, replica_of: Any) -> 
     assert acknowledged(replica, version).performance["gap_seconds"] > 0
 
 
-def test_proof_commit_and_what_follows_are_steps_apart(trainer: Any, replica_of: Any, monkeypatch: Any) -> None:  # noqa: F811
+def test_proof_commit_and_what_is_said_of_it_are_steps_apart(trainer: Any, replica_of: Any, monkeypatch: Any) -> None:  # noqa: F811
     """Each takes the interpreter from the engine; together they would all delay the same tokens."""
     replica = replica_of().start()
     trainer.origin()
     replica.wait_version(1)
     order: list[str] = []
-    monkeypatch.setattr(replica.live.outputs, "rest", lambda: order.append(f"rest at {replica.status['version']}"))
+    commit, log = replica.live._commit, logger.info
+
+    def on_the_engines_thread(*args: Any) -> Any:
+        committed = commit(*args)
+        order.append(f"status says {replica.status['version']}, committed at {replica.status['committed_at_last']}")
+        assert committed.at <= time.time()
+        order.append(f"committed at {committed.at}")
+        return committed
+
+    monkeypatch.setattr(replica.live, "_commit", on_the_engines_thread)
+    monkeypatch.setattr(replica.live.outputs, "rest", lambda: order.append("rest"))
+    monkeypatch.setattr(logger, "info", lambda text, *args: (order.append("log"), log(text, *args)))
     replica.executor.before = lambda name: order.append(name)
     trainer.step(0)
-    replica.wait_version(2)
-    calls = [name for name in order if name != "stage_poll"]
-    assert calls[:5] == ["stage_begin", "rest at 1", "commit", "rest at 1", "settle"]
+    replica.wait("the line in the log", lambda _: "log" in order)
+    at = next(line for line in order if line.startswith("committed at"))
+    assert [line for line in order if line != "stage_poll"][:8] == [
+        "stage_begin", "rest", "commit", "settle", f"status says 2, {at}", at, "rest", "log",
+    ], "status and tokens change together"  # fmt: skip
 
 
 def test_failures_are_counted_once_by_their_kind(trainer: Any, replica_of: Any, weights: Any) -> None:  # noqa: F811

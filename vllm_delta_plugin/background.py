@@ -24,12 +24,16 @@ class Cancelled(Exception):
 
 
 class Job(Generic[T]):
-    """Runs ``work(job)`` in a thread; ``result`` or ``error`` is set once ``running`` is false."""
+    """Runs ``work(job)`` in a thread; ``result`` or ``error`` is set once ``running`` is false.
+
+    It ``began`` and ``ended`` at these unix times, the second with a result.
+    """
 
     def __init__(self, name: str, niceness: int, work: Callable[[Job[T]], T]) -> None:
         self.object: str | None = None  # the stored object that is being read, for the error report
         self.result: T | None = None
         self.error: Exception | None = None
+        self.began, self.ended = time.time(), 0.0
         self._cancelled = threading.Event()
         self._work, self._niceness = work, niceness
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -58,7 +62,9 @@ class Job(Generic[T]):
     def _run(self) -> None:
         try:
             _lower_priority(self._niceness)
-            self.result = self._work(self)
+            result = self._work(self)
+            self.ended = time.time()
+            self.result = result
         except Exception as error:  # noqa: BLE001 - kept, and reported by the poll
             self.error = error
         finally:

@@ -30,6 +30,7 @@ class Auditor:
         self.running = False
         self.damage: IntegrityError | None = None  # found by the last scan: what is served is not what weights make
         self.copies_differ = False  # found by the last scan, on one rank: its sums don't say which copy is right
+        self.span: tuple[float, float] | None = None  # unix times of the last scan that counts
 
     @property
     def must_finish(self) -> bool:
@@ -60,6 +61,7 @@ class Auditor:
             self.running, self._wanted, self._again = False, True, True
             return None
         self.running, self._again, self._since, self._finished = False, False, 0, time.monotonic()
+        self.span = min(float(r["began"]) for r in replies), max(float(r["ended"]) for r in replies)
         copies = _unequal_copies(replies)
         self.damage, self.copies_differ = copies or _damage(replies), copies is not None
         return [reply["regions"] for reply in replies]

@@ -97,6 +97,11 @@ class Live:
         return self._auditor.running
 
     @property
+    def audited(self) -> tuple[float, float] | None:
+        """When the last scan that counts began and ended on this engine's ranks, in unix time."""
+        return self._auditor.span
+
+    @property
     def must_audit(self) -> bool:
         """True while no commit may happen before a scan is done."""
         return self._auditor.must_finish

@@ -197,7 +197,7 @@ class RankSync:
             return {"state": "running"}
         found, module = job.result
         told = {"regions": found.sums, "unequal": found.unequal, "damaged": module}
-        return {"state": "done", **told, "generation": self._generation}
+        return {"state": "done", **told, "generation": self._generation, "began": job.began, "ended": job.ended}
 
     def read_tensor(self, name: str) -> Reply:
         """This rank's live bits of a tensor: region key -> row-major little-endian bytes of that region."""

@@ -86,11 +86,13 @@ class Sighting:
 
 @dataclass
 class AuditStatus:
-    """The background scan: scans completed, the version of the last one that agreed, and what it is doing."""
+    """The background scan: scans completed, the version of the last one that agreed, what it is doing, unix times."""
 
     completed: int = 0
     last_ok_version: int | None = None
     state: str = "idle"
+    began_at_last: float | None = None
+    ended_at_last: float | None = None
 
 
 @dataclass

@@ -165,7 +165,7 @@ def serve(
         time.sleep(5)
         rows = [step(server, run, number) for number in range(1, args.versions + 1)]
         say("auditing", began)
-        audits = [audit(server) for _ in range(10)]
+        audits = [audit(server) for _ in range(20)]
         recorders = streams.stop()
     times, interruptions = [r.times for r in recorders], [why for r in recorders for why in r.interruptions]
     keep(logs / "times.npz", rows, audits, times)
@@ -202,12 +202,12 @@ def fresh_answers(args: argparse.Namespace, place: Path, run: PreparedRun, logs:
 
 
 def audit(server: VllmServer) -> Audit:
-    """When a full scan of live memory began and ended, and until when nothing happened after it."""
-    begin = time.time()
+    """When a full scan of live memory began and ended, was answered, and until when nothing happened after it."""
     server.get("/delta_sync/tensors?scan=1", timeout=300)
-    end = time.time()
-    time.sleep(max(0.3, end - begin))
-    return begin, end, time.time()
+    answered, scan = time.time(), server.status()["audit"]
+    begin, end = scan["began_at_last"], scan["ended_at_last"]
+    time.sleep(0.3 + end - begin)
+    return begin, end, answered, time.time()
 
 
 def step(server: VllmServer, run: PreparedRun, number: int) -> dict[str, Any]:

@@ -4,8 +4,9 @@ Usage: python benchmarks/gpu/kernel_times.py [--shape qwen3-0.6b] [--density 0.0
 
 Random weights in a real model's shapes, random positions (no neighbours: the worst case for memory), one JSON object a
 line. Floors: 64-byte granules touched are read and written once, and what is staged is read, at the bandwidth of a
-large copy on the same card. Beside a commit: vLLM's own sparse engine (if vLLM is there and has one; without the
-transfer), a dense copy on the device, and the usual way through a snapshot in host memory. Milliseconds, medians.
+large copy on the same card. Beside a commit: a kernel that only writes the same elements, vLLM's own sparse engine (if
+vLLM is there and has one; without the transfer), a dense copy on the device, and the usual way through a snapshot in
+host memory. Milliseconds, medians.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from commit_gap import SHAPES  # noqa: E402
 from stage_interference import tensors_of  # noqa: E402
+from write_alone import write_alone  # noqa: E402
 
 from delta_sync.dtypes import dtype  # noqa: E402
 from delta_sync.tensor_delta import TensorDelta  # noqa: E402
@@ -159,6 +161,7 @@ def measure(shape: str, density: float, speed: float, weights: WeightMap) -> dic
     proven = all((before[key] + builder.parts.get(key, 0)) % 2**64 == after[key] for key in before)
     swap.swap(lambda: None)
     undone = weights.digests() == before
+    writing = on_gpu(lambda: [write_alone(part.addresses, part.staged) for part in builder.on_device])
     staged = changed * (8 + 2)  # addresses and staged bits read
     floor = (2 * granules * GRANULE + staged) / speed
     size = sum(storage.bits.nbytes for storage in weights.storages)
@@ -174,6 +177,7 @@ def measure(shape: str, density: float, speed: float, weights: WeightMap) -> dic
         "commit_floor_ms": round(floor, 3),
         "commit_over_floor": round(commit / floor, 2),
         "dense_copy_on_device_ms": round(dense, 2),
+        "commit_over_writing_alone": round(commit / writing, 2),
         "vllm_sparse_engine_ms": sparse_engine(weights, delta),
         "snapshot_scatter_and_dense_upload_ms": round(blog(weights, delta), 1),
         "weights_bytes": size,

@@ -8,8 +8,8 @@ the longest gap that touches the commit or the 20 ms after it, of all commits: a
 the next batch waits for it. *Control*: the same at moments 0.35 s after a version was served. *Delay*: how much later a
 stream's fifth token from then on comes than at the pace of the 20 after it, at commits and at control moments; the next
 steps may make up for a late one. *Staging*: of all streams the longest gap from the manifest's being there until the
-commit. *Audited*: the longest gap of each stream all 20 ms while live memory is scanned, and *between audits*, for
-about as long after each: streams may have grown by then, and with them steps.
+commit. *Audited*: the longest gap of each stream all 20 ms while live memory is read, and *between audits*, for as long
+or longer after each: streams may have grown by then, and with them steps. Not what follows for who asked for the audit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-Audit = tuple[float, float, float]  # when it began and ended, and until when nothing happened
+Audit = tuple[float, float, float, float]  # when it began and ended, was answered, and until when nothing happened
 Times = Sequence[Sequence[Sequence[float]]]  # of each stream, of each of its completions: when its tokens came
 AFTER, CONTROL = 0.02, 0.35  # seconds
 _LATE, _PACE = 5, 20  # tokens
@@ -84,8 +84,8 @@ def summary(tokens: Tokens, rows: list[dict[str, Any]], audits: Sequence[Audit])
     late = [row["end"] + CONTROL - row["commit_begin"] for row in rows]
     controls = [(begin + by, end + by) for (begin, end), by in zip(spans, late, strict=True)]
     at_commit, control = ([gap for span in each for gap in tokens.longest(*span)] for each in (spans, controls))
-    audited = [gap for begin, end, _ in audits for gap in sampled(tokens, begin, end)]
-    between = [gap for _, end, after in audits for gap in sampled(tokens, end + 0.05, after - 0.05)]
+    audited = [gap for begin, end, *_ in audits for gap in sampled(tokens, begin, end)]
+    between = [gap for *_, told, after in audits for gap in sampled(tokens, told + 0.05, after - 0.05)]
     staging = [tokens.gaps(row["begin"], row["commit_begin"]) for row in rows]
     return {
         "gap_without_versions_ms": spread(tokens.gaps(first - 3, first)),
@@ -97,7 +97,7 @@ def summary(tokens: Tokens, rows: list[dict[str, Any]], audits: Sequence[Audit])
         "gap_while_audited_ms": spread(audited),
         "gap_between_audits_ms": spread(between),
         "gap_while_audited_over_between": ratios(audited, between),
-        "audit_ms": spread([1e3 * (end - begin) for begin, end, _ in audits]),
+        "audit_ms": spread([1e3 * (end - begin) for begin, end, *_ in audits]),
         "longest_gap_while_staging_ms": spread([max(gaps) for gaps in staging if gaps]),
         "commit_ms_first": round(rows[0]["commit_ms"], 3),
         "commit_ms": spread([row["commit_ms"] for row in rows]),

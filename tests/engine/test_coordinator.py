@@ -449,6 +449,7 @@ def test_modules_that_a_scan_looked_at_in_vain_are_looked_at_again(trainer, repl
         replica.wait_version(trainer.step(seed).version)
     replica.wait("a scan that counts", lambda s: s["audit"]["completed"] == 1)
     assert turns == [False, False, True, True]
+    assert (replica.status["audit"]["began_at_last"], replica.status["audit"]["ended_at_last"]) == (100.0, 201.0)
     replica.coordinator.scan().result(10)
     assert turns[4:6] == [False, False]
 

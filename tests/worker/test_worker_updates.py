@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,9 +80,10 @@ def test_update_undo_and_settle(case: Case) -> None:
     live.one("commit", manifest.version)
     assert live.one("settle", manifest.version)["version"] == manifest.version
     assert same(live.bits(), case.fresh_bits)
+    begun = time.time()
     live.one("audit_begin")
     (audit,) = live.wait("audit_poll", ("running",))
-    assert audit["state"] == "done"
+    assert audit["state"] == "done" and begun < audit["began"] < audit["ended"] < time.time()
     assert combined(audit["regions"]) == {n: (before[n] + change[n]) % 2**64 for n in before}
 
 

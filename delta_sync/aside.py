@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextvars import copy_context
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Self, TypeVar
 
@@ -14,9 +16,10 @@ T = TypeVar("T")
 def aside(call: Callable[[], T], name: str = "delta-sync-aside") -> Future[T]:
     """Begin ``call`` and give its result, or what it raises, later.
 
-    On a daemon, as a store call may never return; it has the priority of the thread that begins it.
+    On a daemon, as a store call may never return; it has the priority and the context of the thread that begins it.
     """
     future: Future[T] = Future()
+    call = partial(copy_context().run, call)
     threading.Thread(target=_fulfil, args=(future, call), name=name, daemon=True).start()
     return future
 
@@ -39,7 +42,7 @@ class Crew:
         if not self._idle.acquire(blocking=False):
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
             self._threads += 1
-        self._calls.put((future, call))
+        self._calls.put((future, partial(copy_context().run, call)))
         return future
 
     def __enter__(self) -> Self:

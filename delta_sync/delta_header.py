@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast, get_args
 
+from delta_sync.breath import breathe
 from delta_sync.codec import Group
 from delta_sync.container import is_sizes, parse_json
 from delta_sync.dtypes import DType, dtype
@@ -137,6 +138,7 @@ def _group(value: Any, limits: Limits) -> TableGroup:
 
 
 def _entry(row: Any, limits: Limits) -> Entry:
+    breathe()
     if not isinstance(row, list) or len(row) != 3 or not isinstance(row[0], str):
         raise FormatError("delta header tensor", expected="[name, shape, count]", got=repr(row)[:100])
     name, shape, count = row

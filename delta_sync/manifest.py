@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Literal, cast
 
+from delta_sync.breath import breathe
 from delta_sync.dtypes import DTYPES
 from delta_sync.errors import FormatError
 from delta_sync.limits import DEFAULT_LIMITS, Limits
@@ -333,6 +334,7 @@ def _object(fields: Fields, limits: Limits) -> ObjectRef:
 def _tensors(fields: Fields, limits: Limits) -> dict[str, TensorState]:
     found = {}
     for name, value in fields.object("tensors", limits.tensors).items():
+        breathe()
         if not name or UNPRINTABLE.search(name) or len(name.encode()) > limits.name_bytes:
             fields.fail("tensors", f"names of 1 to {limits.name_bytes} bytes without control characters", name)
         found[name] = _tensor(Fields(value, f"{fields.what}: field 'tensors' of {clip(name)!r}"), limits)

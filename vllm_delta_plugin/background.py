@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from delta_sync.at_exit import at_exit, not_at_exit
+from delta_sync.breath import beside
 
 T = TypeVar("T")
 _STRETCH, _REST = 2.5e-4, 1e-3  # seconds
@@ -62,7 +63,8 @@ class Job(Generic[T]):
     def _run(self) -> None:
         try:
             _lower_priority(self._niceness)
-            result = self._work(self)
+            with beside(lambda: True):
+                result = self._work(self)
             self.ended = time.time()
             self.result = result
         except Exception as error:  # noqa: BLE001 - kept, and reported by the poll

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from delta_sync.breath import breathe
 from delta_sync.context_file import Decoded, decode_against, decode_if_alone
 from delta_sync.delta import fold
 from delta_sync.delta_file import Unpacked, decode_delta
@@ -90,6 +91,7 @@ def _fold(
                 )
             for name, dtype, shape in _tensors(object_):
                 check(name, dtype, shape)
+                breathe()
             if isinstance(object_, Unpacked):
                 if early is not None and early.add_unpacked(object_):
                     staged.append(object_.data)

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
+from delta_sync.breath import beside
 from delta_sync.errors import DeltaSyncError
 from delta_sync.ledger import Ledger
 from vllm_delta_plugin.catch_up import CatchUp
@@ -105,6 +106,10 @@ class Coordinator:
 
     def run(self) -> None:
         """Turn after turn until stopped; an error ends a turn, never the thread."""
+        with beside(lambda: self._live.outputs.coming):
+            self._run()
+
+    def _run(self) -> None:
         while not self._stop.is_set():
             try:
                 self.turn()

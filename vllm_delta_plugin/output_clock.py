@@ -44,13 +44,18 @@ class OutputClock:
         if self._left:
             self._settled.clear()
 
+    @property
+    def coming(self) -> bool:
+        """Whether more outputs are to come."""
+        return self._last is not None
+
     def rest(self) -> None:
         """Sleep 10 ms if more outputs are to come.
 
         The engine's thread shares the interpreter with this one: proof, commit and what is said of it took 1 ms more
         of the same step than the commit itself, at Qwen3-0.6B's size on an H200 (benchmarks/gpu/README.md).
         """
-        if self._last is not None:
+        if self.coming:
             time.sleep(_REST)
 
     def gap(self, timeout: float = PATIENCE) -> float | None:

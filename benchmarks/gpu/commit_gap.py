@@ -43,6 +43,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab": 2048,
         "tied": True,
     },
+    "deep": {  # many tensors, and small ones
+        "hidden": 64,
+        "layers": 34,
+        "intermediate": 128,
+        "heads": 4,
+        "kv": 2,
+        "head_dim": 64,
+        "vocab": 2048,
+        "tied": True,
+    },
     "qwen3-0.6b": {
         "hidden": 1024,
         "layers": 28,

@@ -1,4 +1,4 @@
-"""What staging and audits do to an engine loop in the same process: the longest loop turn while each part runs.
+"""What noticing and staging versions, and audits, do to an engine loop beside them: the longest turn while each runs.
 
 Usage: python benchmarks/gpu/stage_interference.py [--shape qwen3-0.6b] [--versions 6] [--fraction 0.01] [--objects 1]
 
@@ -30,8 +30,12 @@ import torch  # noqa: E402
 from commit_gap import SHAPES, change  # noqa: E402
 from helpers.publish import Publisher  # noqa: E402
 
+from delta_sync.aside import aside  # noqa: E402
+from delta_sync.breath import beside  # noqa: E402
 from delta_sync.dtypes import dtype  # noqa: E402
-from delta_sync.plan import Plan  # noqa: E402
+from delta_sync.ledger import Ledger  # noqa: E402
+from delta_sync.plan import Plan, Position  # noqa: E402
+from delta_sync.store.open import open_store  # noqa: E402
 from delta_sync.tensor_delta import TensorDelta  # noqa: E402
 from vllm_delta_plugin import chain, commit, stage, staged  # noqa: E402
 from vllm_delta_plugin.coverage import TensorInfo, WeightMap  # noqa: E402
@@ -132,12 +136,30 @@ class Clock:
         setattr(owner, attribute, timed)
 
 
-def follow(rank: RankSync, trainer: Publisher, versions: int, fraction: float, clock: Clock, loop: Loop) -> None:
-    """Publish, stage beside the loop, commit between two of its turns."""
+def notice(ledger: Ledger, at: Position) -> Plan:
+    """What the coordinator's thread does before it stages."""
+    with beside(lambda: True):
+        plan = ledger.plan(at, None, newest=ledger.wait_newer(at, time.monotonic() + 5))
+    assert plan is not None
+    return plan
+
+
+def follow(
+    rank: RankSync, ledger: Ledger, trainer: Publisher, versions: int, fraction: float, clock: Clock, loop: Loop
+) -> None:
+    """Publish, notice and stage beside the loop, commit between two of its turns."""
     for seed in range(versions):
         change(trainer.weights, seed, fraction)
-        manifest = trainer.delta()
-        plan = Plan(manifest, "position", None, (manifest,), manifest.tensors)
+        at = Position(trainer.writer.head.version, trainer.writer.head.sha256)
+        trainer.delta()
+        with clock.span("notice"):
+            noticed = aside(lambda at=at: notice(ledger, at))
+            while not noticed.done():
+                loop.turn()
+        plan = noticed.result()
+        manifest = plan.target
+        for _ in range(20):
+            loop.turn()
         with clock.span("stage"):
             rank.stage_begin(plan)
             while rank.stage_poll()["state"] == "staging":
@@ -203,7 +225,9 @@ def main() -> None:
         for _ in range(200):
             loop.turn()
         quiet = [1e3 * (end - begin) for begin, end in loop.turns[100:]]
-        follow(rank, trainer, args.versions, args.fraction, clock, loop)
+        ledger = Ledger(open_store(folder))
+        ledger.head()
+        follow(rank, ledger, trainer, args.versions, args.fraction, clock, loop)
         for _ in range(args.versions):
             audit(rank, clock, loop)
         exact = all(

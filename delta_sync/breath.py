@@ -14,9 +14,19 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 _STRETCH, _REST = 1e-4, 5e-4  # seconds
+_LONGER = 1.01  # each stretch than the one before: who has 0.15 s of work takes twice as long, not six times
+_OVER = 0.1  # seconds without a rest, after which it is other work
 
 _hurried: ContextVar[Callable[[], bool] | None] = ContextVar("delta_sync_beside", default=None)
-_mine = threading.local()
+
+
+class _Mine(threading.local):
+    """Of each thread: its CPU seconds and the time at its last rest, and how long the stretch until the next may be."""
+
+    worked, at, stretch = 0.0, 0.0, _STRETCH
+
+
+_mine = _Mine()
 
 
 @contextmanager
@@ -30,12 +40,16 @@ def beside(in_a_hurry: Callable[[], bool]) -> Iterator[None]:
 
 
 def breathe() -> None:
-    """For every turn of a loop: sleep half a millisecond if this thread has worked for a tenth of one."""
+    """For every turn of a loop: sleep half a millisecond if this thread has worked for a tenth of one, later more."""
     hurried = _hurried.get()
     if hurried is None:
         return
     worked = time.thread_time()
-    if worked - getattr(_mine, "since", 0.0) > _STRETCH:
+    if worked - _mine.worked < _STRETCH:
+        return
+    if time.monotonic() - _mine.at > _OVER:
+        _mine.stretch = _STRETCH
+    if worked - _mine.worked >= _mine.stretch:
         if hurried():
             time.sleep(_REST)
-        _mine.since = worked
+        _mine.worked, _mine.at, _mine.stretch = worked, time.monotonic(), _mine.stretch * _LONGER

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from delta_sync.bitmap import Bits
+from delta_sync.breath import breathe
 from delta_sync.errors import FormatError, MappingError
 from delta_sync.jit import compiled
 from delta_sync.manifest import TensorState
@@ -177,6 +178,7 @@ def model_fingerprint(tensors: Mapping[str, TensorState]) -> str:
 def _hash_lines(tensors: Mapping[str, TensorState], end: Callable[[TensorState], bytes]) -> str:
     total = hashlib.sha256()
     for name in sorted(tensors, key=str.encode):
+        breathe()
         state = tensors[name]
         shape = ",".join(map(str, state.shape))
         total.update(f"{name}\0{state.dtype}\0{shape}".encode() + end(state))

@@ -63,7 +63,7 @@ class Job(Generic[T]):
     def _run(self) -> None:
         try:
             _lower_priority(self._niceness)
-            with beside(lambda: True):
+            with beside(lambda: self._niceness > 0):  # the engine is paused for what is not nice
                 result = self._work(self)
             self.ended = time.time()
             self.result = result

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from delta_sync.breath import breathe
 from delta_sync.cover import check_cover
 from delta_sync.digest import state_digest
 from delta_sync.errors import IntegrityError, MappingError
@@ -56,6 +57,7 @@ class Layout:
                 raise IntegrityError(f"regions of rank {rank}", expected="those it attached with", got=sorted(unknown))
         digests = dict.fromkeys(self.tensors, 0)
         for key, region in self.regions.items():
+            breathe()
             digests[region.tensor] = (digests[region.tensor] + self._agreed(key, ranks)) & MASK
         return digests
 
@@ -65,7 +67,11 @@ class Layout:
         for rank, (base, change) in enumerate(zip(bases, changes, strict=True)):
             if unknown := set(change) - self.keys[rank]:
                 raise IntegrityError(f"changes of rank {rank}", expected="regions it holds", got=sorted(unknown))
-            result.append({**base, **{key: (base[key] + int(value)) & MASK for key, value in change.items()}})
+            sums = dict(base)
+            for key, value in change.items():
+                breathe()
+                sums[key] = (sums[key] + int(value)) & MASK
+            result.append(sums)
         return result
 
     def states(self, digests: Mapping[str, int]) -> dict[str, TensorState]:

@@ -63,7 +63,10 @@ class Reporter:
         sighting = self._status.sighting(staged.plan.target.version)
         seconds = committed.milliseconds / 1e3
         self._taken = Taken(staged.plan.target, sighting, staged.read, staged, seconds, committed.at)
-        self._serves(staged.plan.target, generation)
+        if committed.unsettled is not None:
+            self._status.note_error(committed.unsettled)
+        self._status.update(staged=None)
+        self._serves(staged.plan.target, generation)  # last: who sees the version sees all of this
 
     def log_commit(self, staged: Staged, committed: Committed) -> None:
         """A line in the log."""

@@ -68,7 +68,7 @@ class Scans:
 
     def _judge(self, audit: Audit) -> None:
         self._status.audit.began_at_last, self._status.audit.ended_at_last = self._live.audited or (None, None)
-        self._status.audit.completed += 1  # last: who sees the count sees when
+        self._status.audit.completed += 1
         self._status.measures.audits["ok" if audit.error is None else "failed"] += 1
         if audit.error is None:
             self._status.audit.last_ok_version = self._status.served.version

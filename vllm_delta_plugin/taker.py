@@ -69,8 +69,6 @@ class Taker:
             raise
         finally:
             self._status.update(staged=None)
-        if committed.unsettled is not None:
-            self._status.note_error(committed.unsettled)
         self._live.outputs.rest()
         self._report.log_commit(staged, committed)
 

@@ -19,6 +19,7 @@ from delta_sync.manifest import TensorState, tensors_from_json, tensors_to_json
 def rests(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []
     monkeypatch.setattr(breath, "time", Clock(found))
+    monkeypatch.setattr(breath, "_mine", breath._Mine())
     return found
 
 
@@ -26,7 +27,8 @@ class Clock:
     """Time in which every turn of a loop takes 0.03 ms; ``rests`` are the seconds slept."""
 
     def __init__(self, rests: list[float]) -> None:
-        self.sleep, self._worked = rests.append, 0.0
+        self.sleep, self._worked = rests.append, 1.0
+        self.monotonic = lambda: self._worked
 
     def thread_time(self) -> float:
         self._worked += 3e-5
@@ -43,6 +45,17 @@ def test_a_thread_rests_after_a_tenth_of_a_millisecond_of_work(rests: list[float
     with beside(lambda: True):
         work()
     assert 7 <= len(rests) <= 9 and all(0 < rest < 1e-3 for rest in rests)
+
+
+def test_long_work_is_interrupted_ever_less(rests: list[float]) -> None:
+    with beside(lambda: True):
+        work(5000)
+    assert 90 < len(rests) < 300, "0.15 s of work, in stretches of 0.1 ms some 1500"
+    rests.clear()
+    breath._mine.at -= 1.0
+    with beside(lambda: True):
+        work()
+    assert len(rests) >= 7, "other work begins with short stretches"
 
 
 @pytest.mark.parametrize("block", [lambda: work(), lambda: in_no_hurry()])

@@ -13,9 +13,10 @@ def register() -> None:
 
     Raises SeamError, naming the seam, if this vLLM no longer has a place the plugin needs.
     """
-    from vllm_delta_plugin.compat import kernel_scan
+    from vllm_delta_plugin.compat import cpu_mla_seam, kernel_scan
 
     kernel_scan.install()
+    cpu_mla_seam.install()
     if "vllm.engine.arg_utils" in sys.modules:
         from vllm_delta_plugin.compat import cli
 

@@ -1,0 +1,40 @@
+"""Seam: which kernels of latent attention vLLM takes on a CPU (a choice since 0.32).
+
+Where a CPU has AMX it prefers kernels that read packed copies of ``kv_b_proj``, whose weight it lets go of. Those take
+no deltas; its other ones, which every CPU has, read the weight and what can be made of it in place.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from vllm_delta_plugin.compat.seam import wrap
+from vllm_delta_plugin.flag import WORKER_EXTENSION
+from vllm_delta_plugin.log import logger
+
+
+def install() -> None:
+    """Choose for servers that follow a run and did not choose themselves; SeamError if this vLLM has no such place."""
+    platform = sys.modules.get("vllm.platforms.cpu")  # there before any config is made, and on a CPU only
+    if platform is not None:
+        wrap(platform.CpuPlatform, "check_and_update_config", _choosing)
+
+
+def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        if _reads_latent(vllm_config) and vllm_config.attention_config.backend is None:
+            from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+            if hasattr(AttentionBackendEnum, "AMX_MLA"):
+                vllm_config.attention_config.backend = AttentionBackendEnum.CPU_MLA
+                logger.info("delta sync: attention backend CPU_MLA, whose weights take deltas")
+        original(cls, vllm_config)
+
+    return check_and_update_config
+
+
+def _reads_latent(vllm_config: Any) -> bool:
+    followed = getattr(vllm_config.parallel_config, "worker_extension_cls", "") == WORKER_EXTENSION
+    return followed and bool(getattr(vllm_config.model_config, "use_mla", False))

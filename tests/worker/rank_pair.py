@@ -23,6 +23,7 @@ from family_case import differing, everything, quick_start
 from vllm import envs  # noqa: F401 - reads that environment
 
 from delta_sync.plan import Plan, Position
+from vllm_delta_plugin.flag import WORKER_EXTENSION
 
 
 def load(model: str, options: dict[str, Any], rank: int, port: int, ranks: int = 2) -> Any:
@@ -33,6 +34,7 @@ def load(model: str, options: dict[str, Any], rank: int, port: int, ranks: int =
     from vllm.model_executor.model_loader import get_model
 
     args = {"dtype": "bfloat16", "max_model_len": 128, "enforce_eager": True, "skip_tokenizer_init": True, "seed": 0}
+    args["worker_extension_cls"] = WORKER_EXTENSION  # by which the plugin knows whose config it is
     config = EngineArgs(model=model, **(args | options)).create_engine_config()
     config.parallel_config.rank = rank
     with set_current_vllm_config(config):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_delta_plugin.compat import cpu_mla_seam
 from vllm_delta_plugin.compat.cpu_mla_seam import _choosing
 from vllm_delta_plugin.flag import WORKER_EXTENSION
 
-HAS_CHOICE = hasattr(AttentionBackendEnum, "AMX_MLA")  # not before vLLM 0.32
-PLAIN = AttentionBackendEnum.CPU_MLA if HAS_CHOICE else None
+PLAIN = SimpleNamespace(name="CPU_MLA")
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,9 @@ PLAIN = AttentionBackendEnum.CPU_MLA if HAS_CHOICE else None
     ],
 )
 def test_weights_that_take_deltas_are_chosen_where_nobody_chose(
-    follows: bool, latent: bool, asked: str | None, backend: Any
+    follows: bool, latent: bool, asked: str | None, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cpu_mla_seam, "_plain", lambda: PLAIN)
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(worker_extension_cls=WORKER_EXTENSION if follows else ""),
         model_config=SimpleNamespace(use_mla=latent),
@@ -35,3 +36,13 @@ def test_weights_that_take_deltas_are_chosen_where_nobody_chose(
     seen: list[Any] = []
     _choosing(lambda cls, given: seen.append(given.attention_config.backend))(object, config)
     assert seen == [backend], "before vLLM looks"
+
+
+def test_a_vllm_that_knows_both_is_told_which_one() -> None:
+    """There is a choice since vLLM 0.32."""
+    wanted = None
+    if find_spec("vllm.v1.attention.backends.registry") is not None:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        wanted = getattr(AttentionBackendEnum, "CPU_MLA", None) if hasattr(AttentionBackendEnum, "AMX_MLA") else None
+    assert cpu_mla_seam._plain() == wanted

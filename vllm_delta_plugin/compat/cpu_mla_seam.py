@@ -24,15 +24,21 @@ def install() -> None:
 
 def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
-        if _reads_latent(vllm_config) and vllm_config.attention_config.backend is None:
-            from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-            if hasattr(AttentionBackendEnum, "AMX_MLA"):
-                vllm_config.attention_config.backend = AttentionBackendEnum.CPU_MLA
-                logger.info("delta sync: attention backend CPU_MLA, whose weights take deltas")
+        if _reads_latent(vllm_config) and (plain := _plain()) and vllm_config.attention_config.backend is None:
+            vllm_config.attention_config.backend = plain
+            logger.info("delta sync: attention backend %s, whose weights take deltas", plain.name)
         original(cls, vllm_config)
 
     return check_and_update_config
+
+
+def _plain() -> Any:
+    """The kernels to choose, None where vLLM knows no others."""
+    try:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    except ImportError:
+        return None
+    return AttentionBackendEnum.CPU_MLA if hasattr(AttentionBackendEnum, "AMX_MLA") else None
 
 
 def _reads_latent(vllm_config: Any) -> bool:

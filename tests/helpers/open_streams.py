@@ -46,6 +46,7 @@ class OpenStreams:
         self._process = context.Process(target=_read_all, args=arguments, daemon=True)
         self._process.start()
         there.close()
+        self.ended: list[Stream] = []  # after ``join``
         self._hear()
 
     @property
@@ -63,10 +64,10 @@ class OpenStreams:
     def join(self, crossing: Iterable[int] = ()) -> set[int]:
         """Until all have ended; AssertionError unless each is whole, its versions one after the other, and from each of
         ``crossing`` to the version after it a stream goes on. Returns from which versions one does."""
-        streams: list[Stream] = self._ask("join")
+        self.ended = self._ask("join")
         self._process.join(_SECONDS)
         crossed: set[int] = set()
-        for stream in streams:
+        for stream in self.ended:
             assert (stream.error, stream.tokens) == (None, stream.asked)
             assert stream.finish_reason == "length"
             [spans] = stream.usage["delta_sync"]["choices"]

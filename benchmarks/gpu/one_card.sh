@@ -19,7 +19,7 @@ for part in "$@"; do
   case "$part" in
     kernels)
       measure kernels-0.6b gpu/kernel_times.py --shape qwen3-0.6b
-      measure kernels-8b gpu/kernel_times.py --shape qwen3-8b --density 0.001 --density 0.01
+      measure kernels-8b gpu/kernel_times.py --shape qwen3-8b
       measure decode-8b gpu/decode_stage_commit.py --shape qwen3-8b
       ;;
     capture) measure capture gpu/extract.py --shape qwen3-0.6b --shape qwen3-8b ;;

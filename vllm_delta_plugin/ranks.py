@@ -44,13 +44,13 @@ class Ranks:
     def ask(self, method: str, *args: Any) -> list[Reply]:
         """Every rank's reply to ``delta_sync_{method}``, in rank order, failed or not.
 
-        Never with a time-out: after one, vLLM's reply queue is off by one for good. The extension's methods
-        do not raise, so if this does, replies may be out of step and the engine must end.
+        The extension's methods do not raise, so if this does, a worker is gone or too late: replies may be out of step
+        for good and ranks may hold different weights, so the engine must end.
         """
         try:
             replies = list(self._collective_rpc(f"delta_sync_{method}", args=args))
         except Exception as error:
-            raise EngineBroken(f"delta sync: a worker raised in {method}: {error!r}") from error
+            raise EngineBroken(f"delta sync: no answer of all workers to {method}: {error!r}") from error
         for rank, reply in enumerate(replies):
             if not isinstance(reply, Mapping) or "ok" not in reply:
                 raise EngineBroken(f"delta sync: rank {rank} answered {method} with {type(reply).__name__}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from delta_sync.errors import MappingError
 from vllm_delta_plugin.cache_salt import ATTRIBUTE
-from vllm_delta_plugin.compat import batches, encoder_cache, lockstep
+from vllm_delta_plugin.compat import batches, encoder_cache, executors, lockstep
 from vllm_delta_plugin.compat.lora_seam import adapter_request
 from vllm_delta_plugin.compat.pause import EnginePause
 from vllm_delta_plugin.compat.seam import require, wrap
@@ -17,7 +17,6 @@ from vllm_delta_plugin.flag import WORKER_EXTENSION
 from vllm_delta_plugin.weights_label import SESSION
 
 _TICK = "delta_sync_tick"  # a request type that only this plugin puts into the input queue
-_ORDERED_EXECUTORS = ("UniProcExecutor", "MultiprocExecutor")
 
 
 def install() -> None:
@@ -141,7 +140,7 @@ def _build(core: Any, vllm_config: Any, config: Any) -> Any:
     )
     queue = getattr(core, "input_queue", None)  # in-process engines have none and are pumped by step()
     wake = (lambda: queue.put_nowait((_TICK, None))) if queue is not None else (lambda: None)
-    rpc = core.model_executor.collective_rpc
+    rpc = executors.call_of(core.model_executor, vllm_config)
     steps = lockstep.Lockstep(core) if lockstep.shares_experts(vllm_config) else None
     return DeltaSync(config, facts, rpc, wake, lambda main, stop: EnginePause(core, main, stop), steps)
 
@@ -151,14 +150,7 @@ def _refuse_unsupported(core: Any, vllm_config: Any, config: Any) -> None:
     from vllm.platforms import current_platform
 
     parallel = vllm_config.parallel_config
-    executor = type(core.model_executor)
-    if not any(base.__name__ in _ORDERED_EXECUTORS for base in executor.__mro__):
-        raise MappingError(
-            "distributed executor backend",
-            expected=f"one whose workers take calls in order: {', '.join(_ORDERED_EXECUTORS)}",
-            got=executor.__name__,
-            remedy="use --distributed-executor-backend mp",
-        )
+    executors.check_ordered(type(core.model_executor))
     if lockstep.shares_experts(vllm_config):
         lockstep.refuse_unsupported(core, vllm_config, config.transition)
     stages = getattr(parallel, "pipeline_parallel_size", 1)

@@ -277,6 +277,7 @@ def test_an_anchor_above_the_cap_is_loaded_while_the_server_is_unready_and_pause
     new = world.trainer.delta()
     status = world.server.wait_status("a refusal", lambda s: s["refusal"])
     assert (status["state"], status["version"], world.server.ready()[0]) == ("refused", old, 200)
+    assert status["refusal"]["kind"] == "StageTooLargeError"
     with ThreadPoolExecutor(2) as pool, world.server.held_load():
         with world.server.slow_steps():
             stream = open_stream(world.server, PROMPT, 400)

@@ -18,8 +18,9 @@ from vllm_delta_plugin.main_thread import MainThread
 from vllm_delta_plugin.proof import Layout, Proven, check_names
 from vllm_delta_plugin.ranks import Ranks, first_failure
 from vllm_delta_plugin.reading import Reading
+from vllm_delta_plugin.staged import StageTooLargeError
 
-TOO_LARGE = "anchor_too_large"  # the kind of error with which a rank asks for this path
+TOO_LARGE = StageTooLargeError.__name__  # the kind of error with which a rank asks for this path
 _POLL = 0.05  # seconds
 
 

@@ -22,7 +22,6 @@ from vllm_delta_plugin.reading import ReadingLedger
 from vllm_delta_plugin.rehearsal import rehearse
 from vllm_delta_plugin.shadow import Shadow, shadow_bytes
 from vllm_delta_plugin.stage import Rank, Staged
-from vllm_delta_plugin.staged import StageTooLargeError
 
 Reply = dict[str, Any]
 
@@ -99,7 +98,7 @@ class RankSync:
         if job is None:
             return {"state": "idle"}
         if job.error is not None:
-            return {"state": "failed", "error": _staging_error(job.error, job.object)}
+            return {"state": "failed", "error": background.describe(job.error, job.object)}
         if job.result is None:
             return {"state": "staging", "object": job.object}
         staged = job.result
@@ -259,8 +258,3 @@ def _settled(shadow: Shadow) -> Callable[[Job[bool]], bool]:
 def _cache(config: Mapping[str, Any]) -> ObjectCache | None:
     folder, gib = config.get("cache"), config.get("cache_gib")
     return ObjectCache(folder, MAX_BYTES if gib is None else int(gib * 2**30)) if folder else None
-
-
-def _staging_error(error: Exception, key: str | None) -> Reply:
-    said = background.describe(error, key)
-    return said | {"kind": "anchor_too_large"} if isinstance(error, StageTooLargeError) else said

@@ -90,7 +90,7 @@ class Rank:
                 raise Injected("stage fails")
             self.staged = self.read(plan)
             if self.too_small and plan.anchor is not None:
-                self.staged, self.error = None, {"kind": "anchor_too_large", "error": "too large"}
+                self.staged, self.error = None, {"kind": "StageTooLargeError", "error": "too large"}
         except DeltaSyncError as error:
             self.error = describe(error, self.key)
         except Injected as error:

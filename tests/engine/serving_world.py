@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import fresh
-from helpers import slow_steps
+from helpers import live_memory, slow_steps
 from helpers.publish import Publisher, Weights
 from helpers.server import VllmServer
 from helpers.tiny_models import build
@@ -101,6 +101,7 @@ def serve(folder: Path, args: Sequence[str], env: Mapping[str, str] | None = Non
     base = build(folder / "base")
     run = str(folder / "run")
     trainer = Publisher.of_checkpoint(run, base)
-    with VllmServer(base, folder / "server.log", ("--delta-sync", run, *args), env, plugins=[slow_steps]) as server:
+    flags, plugins = ("--delta-sync", run, *args), [slow_steps, live_memory]
+    with VllmServer(base, folder / "server.log", flags, env, plugins=plugins) as server:
         server.headers = {"Authorization": "Bearer first"}
         yield World(folder, base, trainer, server)

@@ -86,7 +86,7 @@ def test_a_histogram_counts_each_observation_once_and_upwards() -> None:
 
 def test_kinds_of_failures_are_bounded() -> None:
     measures = Measures()
-    for kind in ("IntegrityError", "RolledBack/ValueError", "x" * 1000, "Über", "anchor_too_large"):
+    for kind in ("IntegrityError", "RolledBack/ValueError", "x" * 1000, "Über", "StageTooLargeError"):
         measures.failed(kind)
     assert set(measures.failures) == set(KINDS)
     assert (measures.failures["IntegrityError"], measures.failures["RolledBack"], measures.failures["other"]) == (

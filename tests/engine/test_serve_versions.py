@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,13 +19,14 @@ from serving_world import PROMPT, Answer, World, serve, span
 ADMIN = "adm1n-key"
 ARGS = ("--api-key", "first", "--api-server-count", "2", "--delta-sync-transition", "recompute")
 CONTROL = ("--delta-sync-max-lag", "1", "--delta-sync-admin-key", ADMIN)
+CAP = ("--delta-sync-config", '{"stage_bytes": 2000000}')  # what three versions need, and not what the whole model does
 SIZES = (30, 12)  # of the streams' prompts
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """Two API servers, and two versions to begin with."""
-    with serve(tmp_path_factory.mktemp("versions"), (*ARGS, *CONTROL)) as world:
+    with serve(tmp_path_factory.mktemp("versions"), (*ARGS, *CONTROL, *CAP)) as world:
         world.trainer.origin()
         world.step(1)
         yield world
@@ -182,13 +182,6 @@ def test_an_exact_request_is_answered_wholly_by_that_version_or_not_at_all(world
     assert witness.join().error is None
 
 
-def ready(world: World) -> tuple[int, Any]:
-    try:
-        return 200, world.server.get("/delta_sync/ready")
-    except urllib.error.HTTPError as error:
-        return error.code, None
-
-
 @pytest.mark.parametrize("action", ["pin", "unpin", "rollback?version=1", "reload"])
 def test_control_asks_for_the_admin_key(world: World, action: str) -> None:
     for key in ("first", "wrong", ""):
@@ -259,17 +252,66 @@ def test_reload_takes_everything_from_an_anchor_and_proves_it(world: World) -> N
     assert after.body["state_digest"] == newest.state_digest
 
 
+def good(version: int) -> dict[str, Any]:
+    """What the readiness probe says of a server that has the newest version."""
+    return {"ready": True, "state": "live", "version": version, "lag": 0, "pinned": None}
+
+
 def test_a_replica_too_far_behind_is_not_ready(world: World) -> None:
-    assert ready(world)[0] == 200
+    assert world.server.ready()[0] == 200
     bad = world.trainer.step(70, 0.05, corrupt="content")
     world.server.wait_status("a refusal", lambda s: s["refusal"])
-    assert ready(world)[0] == 200, "one version behind is allowed here"
+    assert world.server.ready()[0] == 200, "one version behind is allowed here"
     newest = world.trainer.step(71, 0.05)
     world.server.wait_status("lag", lambda s: s["lag"] == 2)
-    assert ready(world)[0] == 503
+    assert world.server.ready()[0] == 503
     world.trainer.anchor(newest)
     world.server.wait_version(bad.version + 1)
-    assert ready(world) == (200, {"ready": True, "state": "live", "version": newest.version, "lag": 0, "pinned": None})
+    assert world.server.ready() == (200, good(newest.version))
+
+
+def test_an_anchor_above_the_cap_is_loaded_while_the_server_is_unready_and_paused(world: World) -> None:
+    before = world.server.status()
+    old = before["version"]
+    world.trainer.change(80, 1.0)
+    new = world.trainer.delta()
+    status = world.server.wait_status("a refusal", lambda s: s["refusal"])
+    assert (status["state"], status["version"], world.server.ready()[0]) == ("refused", old, 200)
+    assert status["refusal"]["kind"] == "StageTooLargeError"
+    with ThreadPoolExecutor(2) as pool, world.server.held_load():
+        with world.server.slow_steps():
+            stream = open_stream(world.server, PROMPT, 400)
+            stream.wait_tokens(20)
+            world.trainer.anchor(new)
+            world.server.wait_status("a load", lambda s: s["state"] == "poisoned")
+        stand_still(stream)
+        assert 20 <= stream.tokens < 400
+        code, told = world.server.ready()
+        assert (code, told["ready"], told["state"], told["version"]) == (503, False, "poisoned", None)
+        waiting = [pool.submit(world.complete, 8), pool.submit(world.complete, 8, min_version=str(new.version))]
+        hasty = world.complete(min_version=str(new.version), timeout="0.2")
+        assert (hasty.code, hasty.body["delta_sync"]["reason"]) == (425, "not_yet")
+        assert not any(answer.done() for answer in waiting)
+        assert stand_still(stream) < 400
+    after = world.server.wait_version(new.version)
+    assert world.server.ready() == (200, good(new.version))
+    assert (after["state_digest"], after["anchors_taken"]) == (new.state_digest, before["anchors_taken"] + 1)
+    assert world.server.get("/delta_sync/tensors?scan=1")["state_digest"] == new.state_digest
+    assert f"serving version {new.version} (loaded from its anchor, paused for" in world.server.text()
+    for answer in waiting:
+        assert (answer.result().code, answer.result().headers["x-delta-sync-version"]) == (200, str(new.version))
+    assert (stream.join().error, stream.tokens) == (None, 400)
+    assert [span["version"] for span in spans_of(stream)] == [old, new.version]
+
+
+def stand_still(stream: Stream) -> int:
+    """Return the number of tokens once none has come for half a second; AssertionError if they go on for ten."""
+    for _ in range(20):
+        before = stream.tokens
+        time.sleep(0.5)
+        if stream.tokens == before:
+            return before
+    raise AssertionError(f"tokens go on: {before}, then {stream.tokens}")
 
 
 def test_the_admin_key_is_in_no_log(world: World) -> None:

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from vllm_delta_plugin.gate import Gate
 from vllm_delta_plugin.request_versions import CURRENT
 from vllm_delta_plugin.version_middleware import VersionMiddleware, uses_weights
 from vllm_delta_plugin.weights_label import WeightsLabel
 
+SERVING = Path(__file__).parents[2] / "docs" / "SERVING.md"
 GENERATE = {
     *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages"),
     *("/v1/systemone", "/v1/audio/transcriptions", "/v1/audio/translations"),
@@ -36,8 +38,8 @@ class Barred(Exception):
     """A request came to the gate."""
 
 
-def posted(path: str, app: Callable[..., Any], **headers: str) -> list[Any]:
-    """What a client gets for a POST to a server that follows nothing, and so has no gate of its own."""
+def posted(path: str, app: Callable[..., Any], state: SimpleNamespace | None = None, **headers: str) -> list[Any]:
+    """What a client gets for a POST; without ``state`` from a server that follows nothing, and so has no gate."""
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -46,9 +48,9 @@ def posted(path: str, app: Callable[..., Any], **headers: str) -> list[Any]:
     async def receive() -> Any:
         await asyncio.Event().wait()
 
-    state = SimpleNamespace(state=SimpleNamespace())
     named = [(f"x-delta-sync-{name}".encode(), value.encode()) for name, value in headers.items()]
-    scope = {"type": "http", "method": "POST", "path": path, "headers": named, "app": state}
+    scope = {"type": "http", "method": "POST", "path": path, "headers": named}
+    scope["app"] = SimpleNamespace(state=state or SimpleNamespace())
     asyncio.run(VersionMiddleware(app)(scope, receive, send))
     return sent
 
@@ -117,6 +119,44 @@ def test_what_does_not_passes_it(path: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("vllm_delta_plugin.version_middleware.let_in", let_in)
     assert posted(path, app, version="1") == [START]
+
+
+class Draining:
+    """An engine whose running requests never end; a look at its gate takes a second of its clock."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.engine_core, self.gate, self.now = self, Gate(), 0.0
+        self.gate.close()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def call_utility_async(self, method: str, seconds: float) -> bool:
+        assert method == "delta_sync_enter"
+        entered = self.gate.enter(seconds)
+        while not entered.done():
+            self.now += 1
+            self.gate.expire()
+        return entered.result()
+
+
+@pytest.mark.parametrize(("headers", "seconds"), [({}, 90), ({"timeout": "7"}, 7)])
+def test_a_drain_is_waited_for_as_long_as_the_documentation_says(
+    headers: dict[str, str], seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Draining()
+    monkeypatch.setattr("vllm_delta_plugin.gate.time", engine)
+    state = SimpleNamespace(delta_sync_transition="sync", delta_sync_engine=engine)
+    start, *rest = posted("/v1/completions", answering(TOKEN), state, **headers)
+    assert engine.now == seconds
+    assert (start["status"], dict(start["headers"])[b"retry-after"]) == (425, b"1")
+    told = json.loads(rest[0]["body"])
+    assert told["delta_sync"] == {"reason": "draining"}
+    assert told["error"]["message"].endswith(f"not done after {seconds} s")
+    [row] = [line for line in SERVING.read_text().splitlines() if line.startswith("| `sync` |")]
+    assert "425 `draining` after 90 s" in row
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from helpers import slow_steps, vllm_plugins
+from helpers import live_memory, slow_steps, vllm_plugins
 from helpers.machine import SERVE_ARGS
 
 QUIET_CPU = {
@@ -67,11 +67,12 @@ class VllmServer:
         self.headers: dict[str, str] = {}
         self._command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *base]
         self._command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny", *args]
-        self._slow = log.with_suffix(".slow")
+        self._slow, self._damage, self._loading = map(log.with_suffix, (".slow", ".damage", ".loading"))
         self._env = {**os.environ, **QUIET_CPU, **(env or {})}
         if plugins:
             self._env |= vllm_plugins.environment(log.with_suffix(".plugins"), *plugins)
             self._env[slow_steps.WHILE] = str(self._slow)
+            self._env |= {live_memory.DAMAGE: str(self._damage), live_memory.LOADING: str(self._loading)}
         self._process: subprocess.Popen[bytes] | None = None
         self.kills = 0  # how often something of it was killed
 
@@ -191,6 +192,28 @@ class VllmServer:
             yield
         finally:
             self._slow.unlink()
+
+    @contextlib.contextmanager
+    def held_load(self) -> Iterator[None]:
+        """A load in place does not end in here, on a server with the plugin ``live_memory``, for a minute."""
+        self._loading.touch()
+        try:
+            yield
+        finally:
+            self._loading.unlink()
+
+    def damage_weights(self) -> None:
+        """Flip one bit of live weights and have them scanned, on a server with the plugin ``live_memory``."""
+        self._damage.touch()
+        self.get("/delta_sync/tensors?scan=1")
+        assert not self._damage.exists()
+
+    def ready(self) -> tuple[int, dict[str, Any]]:
+        """What the readiness probe answers: code and body."""
+        try:
+            return 200, self.get("/delta_sync/ready")
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
 
     def status(self) -> dict[str, Any]:
         """GET /delta_sync/status."""

@@ -156,7 +156,7 @@ def test_anchor_above_the_cap_is_loaded_densely(case: Case) -> None:
     manifest = case.publisher.delta(new)
     case.publisher.anchor()
     plan = case.plan(prefer_anchor=True)
-    assert failed(case, plan)["kind"] == "anchor_too_large"
+    assert failed(case, plan)["kind"] == "StageTooLargeError"
     (loaded,) = case.live.stage(plan, "load_dense")
     assert (loaded["state"], loaded["target"]) == ("loaded", manifest.version), loaded
     sums = {key.rsplit("|", 3)[0]: value for key, value in loaded["regions"].items()}

@@ -10,6 +10,7 @@ import pytest
 
 from vllm_delta_plugin.compat import cpu_mla_seam
 from vllm_delta_plugin.compat.cpu_mla_seam import _choosing
+from vllm_delta_plugin.compat.seam import SeamError
 from vllm_delta_plugin.flag import WORKER_EXTENSION
 
 PLAIN = SimpleNamespace(name="CPU_MLA")
@@ -36,6 +37,14 @@ def test_weights_that_take_deltas_are_chosen_where_nobody_chose(
     seen: list[Any] = []
     _choosing(lambda cls, given: seen.append(given.attention_config.backend))(object, config)
     assert seen == [backend], "before vLLM looks"
+
+
+def test_a_model_that_does_not_say_whether_it_is_one_is_named() -> None:
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(worker_extension_cls=WORKER_EXTENSION), model_config=SimpleNamespace()
+    )
+    with pytest.raises(SeamError, match=r"\.use_mla, expected there"):
+        _choosing(lambda cls, given: None)(object, config)
 
 
 def test_a_vllm_that_knows_both_is_told_which_one() -> None:

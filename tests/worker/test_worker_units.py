@@ -1,4 +1,4 @@
-"""Parts of the worker that need no engine: swaps, audits, jobs, headers, refused settings."""
+"""Parts of the worker that need no engine: swaps, audits, jobs, headers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from vllm_delta_plugin.coverage import TensorInfo, WeightMap
 from vllm_delta_plugin.faults import Faults, InjectedFault
 from vllm_delta_plugin.gpu_swap import _TorchGroup
 from vllm_delta_plugin.live_storage import LiveStorage, live_storage, model_device
-from vllm_delta_plugin.refusals import check_config
 from vllm_delta_plugin.regions import make_region
 from vllm_delta_plugin.rehearsal import rehearse
 from vllm_delta_plugin.requantised import Module, Requantised
@@ -371,47 +370,6 @@ def test_a_damaged_header_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(MappingError, match="a safetensors header"):
         checkpoint_tensors(str(tmp_path))
-
-
-def config(**changes: object) -> Space:
-    """A VllmConfig that can be served, with dotted settings changed."""
-    value = Space(
-        model_config=Space(quantization=None, enable_sleep_mode=False),
-        load_config=Space(load_format="auto"),
-        parallel_config=Space(enable_eplb=False),
-        cache_config=Space(),
-        offload_config=Space(uva=Space(cpu_offload_gb=0), prefetch=Space(offload_group_size=0)),
-        lora_config=None,
-        speculative_config=None,
-    )
-    for path, setting in changes.items():
-        *parents, leaf = path.split("__")
-        place = value
-        for parent in parents:
-            place = getattr(place, parent)
-        setattr(place, leaf, setting)
-    return value
-
-
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"model_config__quantization": "awq"}, "quantization.*awq.*--quantization fp8"),
-        ({"model_config__enable_sleep_mode": True}, "sleep mode"),
-        ({"load_config__load_format": "bitsandbytes"}, "load format.*bitsandbytes"),
-        ({"parallel_config__enable_eplb": True}, "expert load balancing"),
-        ({"speculative_config": Space(method="eagle3")}, "speculative decoding.*eagle3"),
-        ({"speculative_config": Space(method="mtp")}, "speculative decoding.*mtp"),
-        ({"cache_config__cpu_offload_gb": 4}, "weight offload"),
-        ({"offload_config__uva__cpu_offload_gb": 4}, "weight offload"),
-        ({"offload_config__prefetch__offload_group_size": 2}, "weight offload"),
-    ],
-)
-def test_settings_that_change_what_lives_in_memory_are_refused(changes: dict[str, object], what: str) -> None:
-    check_config(config())
-    check_config(config(speculative_config=Space(method="ngram")))
-    with pytest.raises(MappingError, match=what):
-        check_config(config(**changes))
 
 
 def test_every_module_comes_to_its_turn_in_scans_that_count() -> None:

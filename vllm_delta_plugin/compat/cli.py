@@ -14,7 +14,7 @@ def install() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     require(EngineArgs, "logprobs_mode", "worker_extension_cls")
-    require_fields(EngineArgs, "additional_config")
+    require_fields(EngineArgs, "additional_config", "data_parallel_backend")
     default = EngineArgs.logprobs_mode
     wrap(EngineArgs, "add_cli_args", _declare)
     wrap(EngineArgs, "from_cli_args", lambda original: _apply(original, default))

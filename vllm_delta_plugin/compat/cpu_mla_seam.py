@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_delta_plugin.compat.seam import wrap
+from vllm_delta_plugin.compat.settings_seam import setting
 from vllm_delta_plugin.flag import WORKER_EXTENSION
 from vllm_delta_plugin.log import logger
 
@@ -42,5 +43,6 @@ def _plain() -> Any:
 
 
 def _reads_latent(vllm_config: Any) -> bool:
+    # Where the first is gone the workers don't take calls either, and the start fails.
     followed = getattr(vllm_config.parallel_config, "worker_extension_cls", "") == WORKER_EXTENSION
-    return followed and bool(getattr(vllm_config.model_config, "use_mla", False))
+    return followed and vllm_config.model_config is not None and bool(setting(vllm_config, "model_config.use_mla"))

@@ -12,6 +12,7 @@ from vllm_delta_plugin.compat import batches, encoder_cache, executors, lockstep
 from vllm_delta_plugin.compat.lora_seam import adapter_request
 from vllm_delta_plugin.compat.pause import EnginePause
 from vllm_delta_plugin.compat.seam import require, wrap
+from vllm_delta_plugin.compat.settings_seam import setting
 from vllm_delta_plugin.config import find_config
 from vllm_delta_plugin.flag import WORKER_EXTENSION
 from vllm_delta_plugin.weights_label import SESSION
@@ -127,33 +128,42 @@ def _trace_as_vllm_does(vllm_config: Any) -> None:
 def _build(core: Any, vllm_config: Any, config: Any) -> Any:
     from vllm_delta_plugin.engine_core import DeltaSync, EngineFacts
 
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    data_parallel = getattr(parallel, "data_parallel_size", 1) > 1 or getattr(parallel, "data_parallel_index", 0)
+    model, looped = vllm_config.model_config, _looped(core)
+    several = setting(vllm_config, "parallel_config.data_parallel_size") > 1
+    several = several or setting(vllm_config, "parallel_config.data_parallel_index") > 0
     # Each engine of a dense model is told that it is alone: the first of several is known by their coordinator.
-    data_parallel = data_parallel or getattr(core, "has_coordinator", False)
+    several = several or (looped and core.has_coordinator)
     name = model.served_model_name
     facts = EngineFacts(
         model=name[0] if isinstance(name, list) and name else str(name or model.model),
         dtype=str(model.dtype).removeprefix("torch."),
         logprobs_mode=str(model.logprobs_mode),
-        engine_index=getattr(core, "engine_index", 0) if data_parallel else None,
+        engine_index=(core.engine_index if looped else 0) if several else None,
     )
-    queue = getattr(core, "input_queue", None)  # in-process engines have none and are pumped by step()
-    wake = (lambda: queue.put_nowait((_TICK, None))) if queue is not None else (lambda: None)
+    wake = (lambda: core.input_queue.put_nowait((_TICK, None))) if looped else (lambda: None)
     rpc = executors.call_of(core.model_executor, vllm_config)
     steps = lockstep.Lockstep(core) if lockstep.shares_experts(vllm_config) else None
     return DeltaSync(config, facts, rpc, wake, lambda main, stop: EnginePause(core, main, stop), steps)
+
+
+def _looped(core: Any) -> bool:
+    """Whether the engine has a loop of its own, as all but in-process ones, which are pumped by step()."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    if not isinstance(core, EngineCoreProc):
+        return False
+    require(core, "input_queue", "engine_index", "has_coordinator")
+    return True
 
 
 def _refuse_unsupported(core: Any, vllm_config: Any, config: Any) -> None:
     from vllm.config import CompilationMode
     from vllm.platforms import current_platform
 
-    parallel = vllm_config.parallel_config
     executors.check_ordered(type(core.model_executor))
     if lockstep.shares_experts(vllm_config):
         lockstep.refuse_unsupported(core, vllm_config, config.transition)
-    stages = getattr(parallel, "pipeline_parallel_size", 1)
+    stages = setting(vllm_config, "parallel_config.pipeline_parallel_size")
     if stages > 1 and current_platform.is_cpu() and vllm_config.compilation_config.mode == CompilationMode.NONE:
         raise MappingError(
             "pipeline stages on a CPU",
@@ -161,14 +171,14 @@ def _refuse_unsupported(core: Any, vllm_config: Any, config: Any) -> None:
             got=f"{stages} stages and --enforce-eager",
             remedy="leave --enforce-eager out",
         )
-    if config.transition == "sync" and not hasattr(core, "input_queue"):
+    if config.transition == "sync" and not _looped(core):
         raise MappingError(
             "transition 'sync'",
             expected="an engine with a loop of its own, which goes on while requests end",
             got="one that steps only while LLM.generate runs",
             remedy="use vllm serve, or leave VLLM_ENABLE_V1_MULTIPROCESSING on",
         )
-    if not parallel.worker_extension_cls:
+    if not setting(vllm_config, "parallel_config.worker_extension_cls"):
         raise MappingError(
             "worker extension class", expected=WORKER_EXTENSION, got="none", remedy="pass --worker-extension-cls too"
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 from delta_sync.errors import MappingError
 from vllm_delta_plugin.compat.seam import require, wrap
+from vllm_delta_plugin.compat.settings_seam import setting
 
 _meetings: dict[int, Callable[[], None]] = {}  # id of a process group -> what to do when its engines meet
 
@@ -25,7 +26,7 @@ def install() -> None:
 
 def shares_experts(vllm_config: Any) -> bool:
     """Whether several engines serve one mixture of experts, each with a part of it."""
-    return bool(getattr(vllm_config.parallel_config, "data_parallel_size", 1) > 1 and vllm_config.model_config.is_moe)
+    return bool(setting(vllm_config, "parallel_config.data_parallel_size") > 1 and vllm_config.model_config.is_moe)
 
 
 class Lockstep:
@@ -75,7 +76,6 @@ class Lockstep:
 
 def refuse_unsupported(core: Any, vllm_config: Any, transition: str) -> None:
     """MappingError for what engines that share experts can't do together."""
-    parallel = vllm_config.parallel_config
     for what, got, remedy in (
         ("transition 'sync' of engines that share experts", transition == "sync", "use async or recompute"),
         (
@@ -83,11 +83,11 @@ def refuse_unsupported(core: Any, vllm_config: Any, transition: str) -> None:
             vllm_config.lora_config is not None,
             "publish merged weights",
         ),
-        ("elastic expert parallelism", getattr(parallel, "enable_elastic_ep", False), "serve without it"),
+        ("elastic expert parallelism", setting(vllm_config, "parallel_config.enable_elastic_ep"), "serve without it"),
         (
             "engines that share experts behind several API servers, each with its own",
-            getattr(parallel, "data_parallel_external_lb", False)
-            or getattr(parallel, "data_parallel_hybrid_lb", False),
+            setting(vllm_config, "parallel_config.data_parallel_external_lb")
+            or setting(vllm_config, "parallel_config.data_parallel_hybrid_lb"),
             "let one vllm serve spread the requests",
         ),
         ("engines that share experts without vLLM's own coordinator", not core.has_coordinator, "use vllm serve"),

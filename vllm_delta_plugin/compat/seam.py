@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from importlib import metadata
+from types import ModuleType
 from typing import Any
 
 from delta_sync.errors import DeltaSyncError
@@ -66,4 +67,7 @@ def _missing(owner: Any, name: str) -> SeamError:
 
 
 def _path(owner: Any) -> str:
-    return f"{getattr(owner, '__module__', '')}.{getattr(owner, '__qualname__', owner)}"
+    if isinstance(owner, ModuleType):
+        return owner.__name__
+    kind = owner if isinstance(owner, type) else type(owner)
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -12,6 +12,8 @@ from vllm_delta_plugin import control_routes
 from vllm_delta_plugin.api_key import AdminKey, KeyRing
 from vllm_delta_plugin.asking import ask, count, furthest_behind, merge, refuse
 from vllm_delta_plugin.compat import outputs, usage
+from vllm_delta_plugin.compat.client import count_engines
+from vllm_delta_plugin.compat.seam import require
 from vllm_delta_plugin.config import find_config
 from vllm_delta_plugin.flag import PLUGIN
 from vllm_delta_plugin.metrics_middleware import MetricsMiddleware
@@ -39,11 +41,14 @@ class DeltaSyncEndpoints:
         app.add_api_route("/delta_sync/tensors/{name:path}", tensor, methods=["GET"])
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Keep what the routes need."""
+        """Keep what the routes need; SeamError if vLLM's settings are elsewhere, so that no key is taken for none."""
+        require(args, "additional_config", "api_key")
+        if engine_client is not None:
+            count_engines(engine_client)  # a client that cannot be asked is named now, not at the first question
         state.delta_sync_engine = engine_client
-        config = find_config(getattr(args, "additional_config", None))
+        config = find_config(args.additional_config)
         state.delta_sync_transition = config.transition if config else None
-        state.delta_sync_keys = KeyRing(getattr(args, "api_key", None))
+        state.delta_sync_keys = KeyRing(args.api_key)
         state.delta_sync_admin = AdminKey(getattr(args, "delta_sync_admin_key", None))
 
 

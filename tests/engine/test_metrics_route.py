@@ -26,6 +26,7 @@ class Core:
 
     def __init__(self) -> None:
         self.delay, self.error = 0.0, None
+        self.core_engines = [self]
         self.status: Status | None = Status(Facts("r", "/run", "m", "BF16", "processed_logprobs", "f"))
 
     async def call_utility_async(self, method: str) -> dict[str, Any] | None:
@@ -103,7 +104,7 @@ def test_a_dead_engines_numbers_are_gone_at_once_and_one_of_two_alone(
     client: TestClient, core: Core, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = Core()
-    core.core_engines = [core, other]  # type: ignore[attr-defined]
+    core.core_engines = [core, other]
     assert {engine for _, engine in our_samples(client)} == {"0", "1"}
     caplog.set_level(logging.WARNING, "vllm.delta_sync")  # importing TRL silences vLLM's
     logging.getLogger("vllm.delta_sync").addHandler(caplog.handler)  # vLLM's loggers do not propagate

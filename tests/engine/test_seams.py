@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import subprocess
 import sys
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -61,6 +63,13 @@ def test_a_missing_seam_is_named_with_the_vllm_version() -> None:
         require_fields(Options, "gone")
 
 
+def test_a_missing_seam_is_named_by_its_class_where_an_object_lacks_it_and_by_its_module() -> None:
+    with pytest.raises(SeamError, match=rf"vLLM seam {__name__}\.Owner\.gone, "):
+        require(Owner(), "gone")
+    with pytest.raises(SeamError, match=r"vLLM seam dataclasses\.gone, "):
+        require(dataclasses, "gone")
+
+
 def test_importing_and_registering_the_plugin_loads_no_heavy_package() -> None:
     """vLLM registers plugins in every process, also where neither torch nor an engine is wanted."""
     code = (
@@ -100,6 +109,45 @@ def test_the_api_servers_seams_exist_too_and_are_named_when_they_do_not(monkeypa
     monkeypatch.setattr(usage, "_HOMES", ("vllm.no.such.module", "vllm.outputs"))
     with pytest.raises(SeamError, match="UsageInfo"):
         usage.install()
+
+
+def test_a_key_that_vllm_renamed_is_not_taken_for_none() -> None:
+    pytest.importorskip("vllm")
+    from vllm_delta_plugin.routes import DeltaSyncEndpoints
+
+    for name in ("api_key", "additional_config"):
+        args = Namespace(api_key=["a key"], additional_config={}, delta_sync_admin_key=None)
+        delattr(args, name)
+        with pytest.raises(SeamError, match=rf"argparse\.Namespace\.{name}, "):
+            asyncio.run(DeltaSyncEndpoints().init_state(None, Namespace(), args))
+
+
+def test_a_client_that_does_not_say_how_many_engines_it_has_is_named_at_start() -> None:
+    pytest.importorskip("vllm")
+    from vllm_delta_plugin.routes import DeltaSyncEndpoints
+
+    core = Namespace(core_engines=["one"], call_utility_async=None)
+    args = Namespace(api_key=None, additional_config={}, delta_sync_admin_key=None)
+    asyncio.run(DeltaSyncEndpoints().init_state(Namespace(engine_core=core), Namespace(), args))
+    del core.core_engines
+    with pytest.raises(SeamError, match="core_engines"):
+        asyncio.run(DeltaSyncEndpoints().init_state(Namespace(engine_core=core), Namespace(), args))
+
+
+def test_a_kernel_that_fp8_holds_elsewhere_is_named() -> None:
+    pytest.importorskip("vllm")
+    import torch
+
+    from vllm_delta_plugin.compat import fp8_seam
+
+    for method in fp8_seam._methods():
+        bare = object.__new__(method)
+        if hasattr(method, fp8_seam._KERNEL):
+            with pytest.raises(SeamError, match=rf"{method.__name__}\.moe_quant_config"):
+                fp8_seam.derived(torch.nn.Module(), bare)
+        else:
+            with pytest.raises(SeamError, match=rf"{method.__name__}\.fp8_linear"):
+                fp8_seam._why_not(bare)
 
 
 def test_the_seams_of_fp8_and_of_engines_that_share_experts_exist_too() -> None:

@@ -101,9 +101,9 @@ def _engines(engine_client: Any) -> list[Callable[..., Coroutine[Any, Any, Any]]
     """A way to call each; vLLM's own ``call_utility_async`` reaches all, but tells only what the first one answers."""
     require(engine_client, "engine_core")
     core = engine_client.engine_core
-    engines = getattr(core, "core_engines", None)
-    if engines is not None and len(engines) > 1:
+    require(core, "core_engines")  # without it all but the first would go unasked, by operators too
+    if len(core.core_engines) > 1:
         require(core, "_call_utility_async")
-        return [partial(core._call_utility_async, engine=engine) for engine in engines]
+        return [partial(core._call_utility_async, engine=engine) for engine in core.core_engines]
     require(core, "call_utility_async")
     return [core.call_utility_async]

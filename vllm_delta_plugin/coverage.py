@@ -14,7 +14,7 @@ from delta_sync.errors import IntegrityError, MappingError
 from vllm_delta_plugin.live_digest import Digests
 from vllm_delta_plugin.live_storage import LiveStorage, live_storage
 from vllm_delta_plugin.regions import Region, by_tensor, make_region, overlapping
-from vllm_delta_plugin.trace import Copy, Trace
+from vllm_delta_plugin.trace import NEEDS_VALUES, Copy, Trace
 
 if TYPE_CHECKING:
     from vllm_delta_plugin.requantised import Requantised
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 Place = tuple[object, ...]  # storage, address, shape, strides, dtype, device
 _ADAPTERS = {"lora_a_stacked", "lora_a_stacked_2d", "lora_b_stacked"}
 _NOT_WEIGHTS = {"kv_cache", *_ADAPTERS}  # what vLLM hangs on modules after loading
+_LEFT_OUT = "vLLM's loader leaves it out, though it reads the rest of that module"
+_REMEDIES = {  # by how the reason begins
+    NEEDS_VALUES: "serve without --enable-expert-parallel where that is set, else with a vLLM whose loader only copies",
+    _LEFT_OUT: "serve with a vLLM whose loader reads that tensor, or train a model without it",
+}
+_OTHER_REMEDY = "serve an unquantised dense or MoE model; on a GPU try --moe-backend triton"
 _MIN_DERIVED = 64  # smallest new tensor that can be a copy of weights rather than a scale or a flag
 
 
@@ -80,7 +86,7 @@ class WeightMap:
             f"tensor {name!r} (one of {len(self.problems)} that cannot take deltas)",
             expected="weights that live as the checkpoint stores them",
             got=reason,
-            remedy="serve an unquantised dense or MoE model; on a GPU try --moe-backend triton",
+            remedy=next((r for begin, r in _REMEDIES.items() if reason.startswith(begin)), _OTHER_REMEDY),
         )
 
 
@@ -137,7 +143,7 @@ def _check_left_out(result: WeightMap, blank: Set[str]) -> None:
     loaded = {_module(name) for name in result.regions} - {""}
     for name in result.ignored:
         if _module(name) in loaded and name not in blank:
-            result.problems.setdefault(name, "vLLM's loader leaves it out, though it reads the rest of that module")
+            result.problems.setdefault(name, _LEFT_OUT)
 
 
 def _module(tensor: str) -> str:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from vllm_delta_plugin.rearranged import Dim, Rearranged
 
 Ints = tuple[int, ...]
+NEEDS_VALUES = "the loader needs its values"
 _COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default}
 _SAME_VALUES = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
 _CONSTANTS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
@@ -55,7 +56,7 @@ def trace_load(model: torch.nn.Module, tensors: Mapping[str, Ints], dtype: torch
         try:
             model.load_weights(recorder.feed(tensors, dtype))  # type: ignore[operator]
         except Exception as error:  # noqa: BLE001 - any failure of foreign loader code is a reason to refuse, by name
-            recorder.trace.problems[recorder.current] = f"the loader needs its values ({type(error).__name__}: {error})"
+            recorder.trace.problems[recorder.current] = f"{NEEDS_VALUES} ({type(error).__name__}: {error})"
     touched = {copy.source for copy in recorder.trace.copies} | set(recorder.trace.problems)
     recorder.trace.ignored = [name for name in tensors if name not in touched]
     return recorder.trace

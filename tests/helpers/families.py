@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from helpers import vision_files
 from helpers.tiny_models import COMMON
 
 _VOCAB = 500  # not a multiple of vLLM's padding
@@ -42,7 +43,15 @@ _GATED_DELTA = {
     "linear_conv_kernel_dim": 4,
 }
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-_VISION = {"depth": 2, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 128, "patch_size": 14}
+_VISION = {
+    "depth": 2,
+    "num_heads": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "out_hidden_size": 128,
+    "patch_size": vision_files.PATCH,
+}
+_LEARNED_PLACES = {"num_position_embeddings": 16}
 
 
 @dataclass(frozen=True)
@@ -54,8 +63,8 @@ class Family:
     settings: dict[str, Any] = field(default_factory=dict)
     serve: dict[str, Any] = field(default_factory=dict)
     model_class: str = "AutoModelForCausalLM"
-    nested: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # for configs that hold one for their text part
-    not_on_cpu: str = ""  # why vLLM cannot load it there
+    vision: dict[str, Any] | None = None  # settings of the part that sees images; the others then are the text part's
+    torchvision: bool = False  # whether vLLM imports it for the family
 
     @property
     def experts(self) -> bool:
@@ -67,7 +76,11 @@ class Family:
         import transformers
 
         settings = _TEXT | self.settings
-        return getattr(transformers, self.config_class)(**(self.nested(settings) if self.nested else settings))
+        if self.vision is not None:
+            tied = settings.get("tie_word_embeddings", False)
+            parts = {"text_config": settings, "vision_config": _VISION | self.vision}
+            settings = {**parts, **vision_files.TOKEN_IDS, "tie_word_embeddings": tied}
+        return getattr(transformers, self.config_class)(**settings)
 
     def make(self, folder: Path) -> Path:
         """Write a random bfloat16 checkpoint, always the same; its folder."""
@@ -89,6 +102,9 @@ class Family:
             for parameter in [*model.parameters(), *_learned(model)]:  # constants would hide a permutation
                 parameter.add_(torch.randn(parameter.shape).to(parameter.dtype) * 0.05)
         model.save_pretrained(folder)
+        if self.vision is not None:
+            videos = "Qwen2VLVideoProcessor" if self.name == "Qwen2.5-VL" else "Qwen3VLVideoProcessor"
+            vision_files.write(folder, _VOCAB, videos)
 
 
 @cache
@@ -111,14 +127,13 @@ def _learned(model: torch.nn.Module) -> list[torch.Tensor]:
     return [buffer for name, buffer in model.named_buffers() if name in saved]
 
 
-def _with_vision(settings: dict[str, Any]) -> dict[str, Any]:
-    tied = settings.get("tie_word_embeddings", False)
-    return {"text_config": settings, "vision_config": _VISION, "tie_word_embeddings": tied}
-
-
 _FLOAT32 = ("A_log", "e_score_correction_bias")
-_NEEDS_TORCHVISION = "vLLM imports torchvision for it, which does not load beside the CPU build of PyTorch"
 _ROPE_3D = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
+_ROPE_3D_QUARTER = {**_ROPE_3D, "mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
+_SEEING: dict[str, Any] = {
+    "torchvision": True,
+    "serve": {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1, "video": 0}},
+}
 
 FAMILIES = {
     family.name: family
@@ -131,7 +146,29 @@ FAMILIES = {
         Family(
             "Qwen3-Next", "Qwen3NextConfig", {**_HEAD, **_MOE, **_GATED_DELTA, "shared_expert_intermediate_size": 64}
         ),
-        Family("Qwen3.5", "Qwen3_5TextConfig", {**_HEAD, **_GATED_DELTA}, not_on_cpu=_NEEDS_TORCHVISION),
+        Family("Qwen3.5, its text model", "Qwen3_5TextConfig", {**_HEAD, **_GATED_DELTA}, torchvision=True),
+        Family(
+            "Qwen3.5",
+            "Qwen3_5Config",
+            {**_HEAD, **_GATED_DELTA, "rope_parameters": _ROPE_3D_QUARTER},
+            model_class="Qwen3_5ForConditionalGeneration",
+            vision=_LEARNED_PLACES,
+            **_SEEING,
+        ),
+        Family(
+            "Qwen3.5-MoE",
+            "Qwen3_5MoeConfig",
+            {
+                **_HEAD,
+                **_MOE,
+                **_GATED_DELTA,
+                "shared_expert_intermediate_size": 64,
+                "rope_parameters": _ROPE_3D_QUARTER,
+            },
+            model_class="Qwen3_5MoeForConditionalGeneration",
+            vision=_LEARNED_PLACES,
+            **_SEEING,
+        ),
         Family("Llama 3", "LlamaConfig", {**_HEAD, **_UNTIED}),
         Family(
             "Llama 4",
@@ -162,16 +199,16 @@ FAMILIES = {
             "Qwen2_5_VLConfig",
             {"rope_parameters": _ROPE_3D},
             model_class="Qwen2_5_VLForConditionalGeneration",
-            nested=_with_vision,
-            not_on_cpu=_NEEDS_TORCHVISION,
+            vision={"fullatt_block_indexes": [1], "window_size": vision_files.SIDE},
+            **_SEEING,
         ),
         Family(
             "Qwen3-VL",
             "Qwen3VLConfig",
             {**_HEAD, "rope_parameters": _ROPE_3D},
             model_class="Qwen3VLForConditionalGeneration",
-            nested=_with_vision,
-            not_on_cpu=_NEEDS_TORCHVISION,
+            vision={**_LEARNED_PLACES, "deepstack_visual_indexes": [0]},
+            **_SEEING,
         ),
     )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,17 @@ def config(architecture: str) -> Any:
     raise ValueError(f"no tiny model of architecture {architecture!r}")
 
 
-def write_tokenizer(path: Path, vocab: int = VOCAB) -> None:
-    """One word per token: "w5" is token 5."""
+def write_tokenizer(path: Path, vocab: int = VOCAB, special: Mapping[str, int] | None = None) -> None:
+    """One word per token: "w5" is token 5, unless ``special`` names it."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, **{f"w{i}": i for i in range(4, vocab)}}
+    named = special or {}
+    vocabulary = {word: i for word, i in vocabulary.items() if i not in named.values()} | dict(named)
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=list(named), **names)
     fast.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     fast.save_pretrained(path)

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from helpers import vision_files
 from helpers.families import Family, as_served
 from publishing import Publisher, nudged
 from replica import PROMPTS, Replica, replica
@@ -69,12 +71,19 @@ def differing(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> list[
     return [n for n in one.keys() | other.keys() if n not in one or not np.array_equal(one[n], other.get(n))]
 
 
-def answers(engine: Replica, count: int = 8) -> list[list[tuple[int, float]]]:
-    """Greedy continuations with each token's log-probability, which moves even where the tokens do not."""
+def answers(engine: Replica, count: int = 8, sees: bool = False) -> list[list[tuple[int, float]]]:
+    """Greedy continuations with each token's log-probability, which moves even where the tokens do not.
+
+    Where the model ``sees``, of an image too; what the encoder made of it is forgotten, as an engine's commit does.
+    """
     from vllm import SamplingParams
 
+    prompts: list[dict[str, Any]] = [{"prompt_token_ids": p} for p in PROMPTS]
+    if sees:
+        engine.llm.llm_engine.reset_encoder_cache()
+        prompts += [{"prompt_token_ids": vision_files.PROMPT, "multi_modal_data": {"image": vision_files.image()}}]
     sampling = SamplingParams(max_tokens=count, temperature=0, logprobs=0, detokenize=False, ignore_eos=True)
-    outputs = engine.llm.generate([{"prompt_token_ids": p} for p in PROMPTS], sampling, use_tqdm=False)
+    outputs = engine.llm.generate(prompts, sampling, use_tqdm=False)
     texts = [output.outputs[0] for output in outputs]
     return [[(t, p[t].logprob) for t, p in zip(x.token_ids, x.logprobs, strict=True)] for x in texts]
 
@@ -99,20 +108,21 @@ def serve(family: Family, folder: Path, **more: Any) -> Outcome:
     values = tiny_models.tensors(old)
     new = nudged(values, 0.1, seed=1)
     options: dict[str, Any] = {**SMALL, **family.serve, **more}
+    say = partial(answers, sees=family.vision is not None)
     with quick_start(), replica(tiny_models.rewrite(old, folder / "new", new), **options) as fresh:
-        fresh_answers, expected = answers(fresh), everything(fresh.model)  # rotary tables change type when first used
+        fresh_answers, expected = say(fresh), everything(fresh.model)  # rotary tables change type when first used
     with quick_start(), replica(old, **options) as live:
         publisher = Publisher(folder / "run", as_served(values))
         (attached,) = live.rpc("attach", {"uri": publisher.uri})
         if not attached["ok"]:
             return Outcome("refused", attached["error"]["error"])
-        old_answers = answers(live)
+        old_answers = say(live)
         if refused := update(live, publisher, as_served(new)):
-            assert answers(live) == old_answers
+            assert say(live) == old_answers
             return Outcome("refused", refused)
         wrong = differing(everything(live.model), expected)
         assert not wrong, wrong
-        assert answers(live) == fresh_answers != old_answers
+        assert say(live) == fresh_answers != old_answers
         del live
     gc.collect()
     return Outcome("requantised" if attached["shadow_bytes"] else "direct")

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import conftest  # noqa: F401 - vLLM's environment, before vLLM is imported
 from family_case import differing, everything, quick_start
+from helpers import plain_torchvision
 from vllm import envs  # noqa: F401 - reads that environment
 
 from delta_sync.plan import Plan, Position
@@ -104,5 +105,6 @@ def main(rank: int, port: int, jobs: list[list[Any]]) -> None:
 
 
 if __name__ == "__main__":
+    plain_torchvision.install()
     with quick_start():
         main(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))

@@ -13,14 +13,12 @@ import pytest
 import tiny_models
 from coverage_table import Table, table
 from family_case import Outcome, serve
-from helpers.families import FAMILIES, as_served
+from family_process import NO_KERNEL, Case, apart, in_blocks
+from helpers.families import FAMILIES, Family, as_served
 from helpers.server import free_port
 from publishing import Publisher, nudged
-from test_refused_settings import BLOCK_FP8, settings
 
-from delta_sync.errors import MappingError
 from vllm_delta_plugin.proof import Layout
-from vllm_delta_plugin.refusals import check_config
 
 QUICK = ("Llama 4", "DeepSeek-V3")  # rearranged heads; latent attention, a float32 tensor; experts
 FLAVOURS = {
@@ -28,7 +26,29 @@ FLAVOURS = {
     "PP=2": {"pipeline_parallel_size": 2},
     "TP=2, EP": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
 }
-NO_KERNEL = "vLLM's fp8 kernels for it on a CPU need AMX, or are none"
+
+
+def lacks_kernel(error: BaseException) -> bool:
+    """By vLLM's own words."""
+    return any(word in str(error) for word in ("kernel", "backend", "scaled_fp8_quant() expected at most 0"))
+
+
+@pytest.fixture(scope="module")
+def with_torchvision() -> Iterator[Case]:
+    with apart() as there:
+        yield there
+
+
+@pytest.fixture
+def measure(request: pytest.FixtureRequest) -> Case:
+    """Do a case: here, or where the family needs torchvision in the process that can import it."""
+
+    def measured(case: Case, family: Family, folder: Path, **options: Any) -> Outcome:
+        if family.torchvision:
+            return request.getfixturevalue("with_torchvision")(case, family, folder, **options)
+        return case(family, folder, **options)
+
+    return measured
 
 
 @pytest.fixture(scope="module")
@@ -37,29 +57,16 @@ def cells() -> Iterator[Table]:
         yield current
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in FAMILIES])
-def test_checkpoints_in_blocks_of_fp8(name: str, tmp_path: Path, cells: Table) -> None:
-    """Here by vLLM's own settings for them alone: loading takes a GPU, or a CPU with AMX."""
-    family = FAMILIES[name]
-    if family.not_on_cpu:
-        outcome = Outcome("not run", family.not_on_cpu)
-    else:
-        model = family.make(tmp_path / "model")
-        described = json.loads((model / "config.json").read_text())
-        (model / "config.json").write_text(json.dumps({**described, "quantization_config": BLOCK_FP8}))
-        outcome = Outcome("not run", NO_KERNEL)
-        try:
-            check_config(settings(model))
-        except MappingError as error:
-            outcome = Outcome("refused", str(error))
-    cells.check(name, "fp8, in blocks", outcome)
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
+def test_checkpoints_in_blocks_of_fp8(name: str, tmp_path: Path, measure: Case, cells: Table) -> None:
+    """Only the plugin's check of their settings: what is loaded and updated is Qwen3 alone (test_requantised.py)."""
+    cells.check(name, "fp8, in blocks", measure(in_blocks, FAMILIES[name], tmp_path))
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in FAMILIES])
-def test_served_by_one_worker(name: str, tmp_path: Path, cells: Table) -> None:
-    family = FAMILIES[name]
-    outcome = Outcome("not run", family.not_on_cpu) if family.not_on_cpu else serve(family, tmp_path)
-    cells.check(name, "one worker", outcome)
+def test_served_by_one_worker(name: str, tmp_path: Path, measure: Case, cells: Table) -> None:
+    cells.check(name, "one worker", measure(serve, FAMILIES[name], tmp_path))
 
 
 def jobs(names: list[str], options: dict[str, Any], folder: Path) -> tuple[list[list[Any]], dict[str, Publisher]]:
@@ -114,9 +121,7 @@ def judge(ranks: list[dict[str, Any]], publisher: Publisher) -> Outcome:
 def test_served_by_two_ranks(flavour: str, tmp_path: Path, cells: Table) -> None:
     names = []
     for name, family in FAMILIES.items():
-        if family.not_on_cpu:
-            cells.check(name, flavour, Outcome("not run", family.not_on_cpu))
-        elif "EP" in flavour and not family.experts:
+        if "EP" in flavour and not family.experts:
             cells.check(name, flavour, Outcome("dense"))
         else:
             names.append(name)
@@ -133,16 +138,12 @@ def test_served_by_two_ranks(flavour: str, tmp_path: Path, cells: Table) -> None
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in FAMILIES])
-def test_served_as_fp8(name: str, tmp_path: Path, cells: Table) -> None:
+def test_served_as_fp8(name: str, tmp_path: Path, measure: Case, cells: Table) -> None:
     """Rounded by vLLM while it loads, one scale a channel: the one kind for which every CPU has a kernel."""
-    family = FAMILIES[name]
-    if family.not_on_cpu:
-        outcome = Outcome("not run", family.not_on_cpu)
-    else:
-        try:
-            outcome = serve(family, tmp_path, quantization="fp8_per_channel")
-        except (ValueError, RuntimeError) as error:
-            if not any(word in str(error) for word in ("kernel", "backend", "scaled_fp8_quant() expected at most 0")):
-                raise
-            outcome = Outcome("not run", NO_KERNEL)
+    try:
+        outcome = measure(serve, FAMILIES[name], tmp_path, quantization="fp8_per_channel")
+    except (ValueError, RuntimeError) as error:
+        if not lacks_kernel(error):
+            raise
+        outcome = Outcome("not run", NO_KERNEL)
     cells.check(name, "fp8, online", outcome)

@@ -18,10 +18,12 @@ from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
+    from helpers import plain_torchvision
+
+    plain_torchvision.install()  # before transformers is imported, which looks once
 
 import fp8_checkpoint
 from family_case import Outcome, serve
-from helpers import plain_torchvision
 from helpers.child import child
 from helpers.families import FAMILIES, Family
 from test_refused_settings import settings
@@ -66,7 +68,6 @@ def apart() -> Iterator[Case]:
 
 
 def main() -> None:
-    plain_torchvision.install()
     for line in sys.stdin:
         case, name, folder, options = json.loads(line)
         try:

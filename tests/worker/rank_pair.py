@@ -19,8 +19,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import conftest  # noqa: F401 - vLLM's environment, before vLLM is imported
-from family_case import differing, everything, quick_start
 from helpers import plain_torchvision
+
+if __name__ == "__main__":
+    plain_torchvision.install()  # before transformers is imported, which looks once
+
+from family_case import differing, everything, quick_start
 from vllm import envs  # noqa: F401 - reads that environment
 
 from delta_sync.plan import Plan, Position
@@ -105,6 +109,5 @@ def main(rank: int, port: int, jobs: list[list[Any]]) -> None:
 
 
 if __name__ == "__main__":
-    plain_torchvision.install()
     with quick_start():
         main(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))

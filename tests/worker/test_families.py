@@ -91,7 +91,7 @@ def run_pair(work: list[list[Any]]) -> dict[str, list[dict[str, Any]]]:
         for rank in range(2)
     ]
     try:
-        out = [rank.communicate(timeout=500)[0] for rank in ranks]
+        out = [rank.communicate(timeout=590)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -15,6 +15,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import psutil
+import pytest
 import tiny_models
 import torch
 from family_case import SMALL, quick_start
@@ -33,6 +34,7 @@ LARGE: dict[str, Any] = {  # 84 MB
 }
 
 
+@pytest.mark.long
 def test_no_copy_of_the_weights_stays_beside_them(tmp_path: Path) -> None:
     """Attached, four versions staged and committed, one of them an anchor, and a scan: as in a replica's life."""
     small, large = tiny_models.make("qwen3", tmp_path / "small"), tiny_models.make("qwen3", tmp_path / "large", **LARGE)

@@ -125,6 +125,7 @@ class Draining:
     """An engine whose running requests never end; a look at its gate takes a second of its clock."""
 
     errored = False
+    core_engines = (b"0",)
 
     def __init__(self) -> None:
         self.engine_core, self.gate, self.now = self, Gate(), 0.0

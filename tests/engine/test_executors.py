@@ -111,5 +111,5 @@ def test_workers_elsewhere_have_a_deadline(
     call("delta_sync_attach", args=({},))
     assert calls == [
         ("delta_sync_commit", {"timeout": limit, "args": (2,)}),
-        ("delta_sync_attach", {"timeout": None, "args": ({},)}),
+        ("delta_sync_attach", {"timeout": limit and 10 * limit, "args": ({},)}),
     ]

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from delta_sync.errors import MappingError
+from vllm_delta_plugin.compat.seam import require
+from vllm_delta_plugin.compat.settings_seam import setting
 
 _PACKAGE = "vllm.v1.executor."
 # Steps and calls go into one queue to all workers, also over several machines, and each takes them in one loop. The
@@ -20,7 +22,7 @@ _WHY_NOT = {
     "uniproc_executor.ExecutorWithExternalLauncher": "each rank is an engine of its own that knows of no other, and "
     "would commit whenever it has staged",
 }
-_START = "delta_sync_attach"  # reads all weights once, however long that takes
+_START, _STEPS = "delta_sync_attach", 10  # reads all weights once: it may take as long as so many steps
 
 
 def check_ordered(executor: type) -> None:
@@ -44,13 +46,13 @@ def call_of(executor: Any, vllm_config: Any) -> Callable[[str, Sequence[Any]], S
     """
     from vllm import envs
 
-    watched = vllm_config.parallel_config.nnodes == 1 and not executor.uses_ray
+    require(executor, "uses_ray")
+    watched = setting(vllm_config, "parallel_config.nnodes") == 1 and not executor.uses_ray
     limit = None if watched else envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
 
     def call(method: str, args: Sequence[Any]) -> Sequence[Any]:
-        replies: Sequence[Any] = executor.collective_rpc(
-            method, timeout=None if method == _START else limit, args=tuple(args)
-        )
+        seconds = _STEPS * limit if limit and method == _START else limit
+        replies: Sequence[Any] = executor.collective_rpc(method, timeout=seconds, args=tuple(args))
         return replies
 
     return call

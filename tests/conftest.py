@@ -6,6 +6,7 @@ hf_xet keeps one cache for each process, which must not outlive the server it wa
 from __future__ import annotations
 
 import signal
+import sys
 import uuid
 from importlib.metadata import version
 
@@ -15,6 +16,16 @@ from helpers.moto_server import ENVIRONMENT, moto_server, new_bucket
 
 # A shell's background jobs ignore Ctrl-C, and so would the processes that tests send it to.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_left():
+    """Which files share a process is the run's choice: one that leaves torch's default group fails, not a later one."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("torch's default process group: expected destroyed at the end of a test file, got one left")
 
 
 @pytest.fixture(scope="session")

@@ -81,7 +81,7 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
 
 @contextmanager
 def replica(checkpoint: Path, **options: Any) -> Iterator[Replica]:
-    """A running engine over ``checkpoint``; torn down at the end, so that the next one fits in memory."""
+    """A running engine over ``checkpoint``; torn down at the end, or where it refuses to start: the next is alone."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -98,11 +98,13 @@ def replica(checkpoint: Path, **options: Any) -> Iterator[Replica]:
         "seed": 0,
         **LLM_ARGS,
     }
-    llm = LLM(str(checkpoint), **(settings | options))
     try:
-        yield Replica(llm)
+        llm = LLM(str(checkpoint), **(settings | options))
+        try:
+            yield Replica(llm)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
     finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
         cleanup_dist_env_and_memory()

@@ -9,19 +9,24 @@ import signal
 import sys
 import uuid
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from helpers.fault_proxy import FaultProxy
 from helpers.moto_server import ENVIRONMENT, moto_server, new_bucket
+
+from delta_sync.codec import codec_names
 
 # A shell's background jobs ignore Ctrl-C, and so would the processes that tests send it to.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_process_group_left():
-    """Which files share a process is the run's choice: one that leaves torch's default group fails, not a later one."""
+def nothing_left_behind():
+    """Which files share a process is the run's choice: one that leaves something in it fails, not a later one."""
+    folder, codecs = Path.cwd(), codec_names()
     yield
+    assert (Path.cwd(), codec_names()) == (folder, codecs)
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()

@@ -17,6 +17,7 @@ from delta_sync import (
     new_bits,
     raw,
 )
+from delta_sync import codec as codecs
 from delta_sync.codec import Codec, codec_named, register
 from delta_sync.gap_codec import GapCodec
 
@@ -137,10 +138,11 @@ def test_many_tensors_make_several_groups(monkeypatch):
         assert got.values.tolist() == delta.values.tolist()
 
 
-def test_a_new_codec_joins_by_name():
+def test_a_new_codec_joins_by_name(monkeypatch):
     class Renamed(GapCodec):
         name = "test-codec"
 
+    monkeypatch.setattr(codecs, "_CODECS", dict(codecs._CODECS))
     register(Renamed())
     delta = raw("w", BF16, (10,), positions(3), bits(1))
     header, (back,) = decode_delta(encode_delta(DeltaHeader("run", 1, 0, "test-codec"), [delta]))

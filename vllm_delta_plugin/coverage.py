@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,15 +19,12 @@ if TYPE_CHECKING:
     from vllm_delta_plugin.requantised import Requantised
 
 Place = tuple[object, ...]  # storage, address, shape, strides, dtype, device
-_ADAPTERS = {"lora_a_stacked", "lora_a_stacked_2d", "lora_b_stacked"}
-_NOT_WEIGHTS = {"kv_cache", *_ADAPTERS}  # what vLLM hangs on modules after loading
 _LEFT_OUT = "vLLM's loader leaves it out, though it reads the rest of that module"
 _REMEDIES = {  # by how the reason begins
     NEEDS_VALUES: "serve without --enable-expert-parallel where that is set, else with a vLLM whose loader only copies",
     _LEFT_OUT: "serve with a vLLM whose loader reads that tensor, or train a model without it",
 }
 _OTHER_REMEDY = "serve an unquantised dense or MoE model; on a GPU try --moe-backend triton"
-_MIN_DERIVED = 64  # smallest new tensor that can be a copy of weights rather than a scale or a flag
 
 
 @dataclass(frozen=True)
@@ -56,6 +52,7 @@ class WeightMap:
     problems: dict[str, str] = field(default_factory=dict)
     places: dict[str, Place] = field(default_factory=dict)  # each parameter's place once loading was over
     loose: frozenset[str] = frozenset()  # tensors that modules kept outside parameters before loading was over
+    rearranged: set[str] = field(default_factory=set)  # parameters whose elements are served elsewhere than loaded
     requantised: Requantised | None = None  # what is served as vLLM's quantisation makes it; None: nothing is
 
     def staged_on_host(self, region: Region) -> bool:
@@ -76,6 +73,19 @@ class WeightMap:
                     f"copies of region {region.key!r} on one rank", expected=first, got=f"{value:016x}"
                 )
         return out
+
+    def sums(self) -> dict[str, int]:
+        """Each tensor's digest on this rank, the same however its elements are cut into regions; scans live memory."""
+        digests = self.digests()
+        return {name: sum(digests[r.key] for r in regions) % 2**64 for name, regions in self.regions.items()}
+
+    def tensors_in(self, storage: int) -> list[str]:
+        """The tensors of which elements lie in a storage."""
+        return [name for name, regions in self.regions.items() if any(r.storage == storage for r in regions)]
+
+    def let_go(self) -> None:
+        """Keep no memory alive that vLLM may replace: a second copy of the weights might not fit beside the first."""
+        self.storages = [replace(s, bits=s.bits.new_empty(0)) for s in self.storages]
 
     def check(self) -> None:
         """MappingError naming the first tensor that cannot be served, why, and how many more there are."""
@@ -157,131 +167,6 @@ def _check_copies(result: WeightMap, name: str, regions: list[Region]) -> None:
         result.problems.setdefault(name, "it is read in partly overlapping pieces")
 
 
-@dataclass
-class Fingerprint:
-    """Everything post-processing must leave alone: each parameter's place and layout, every region's digest."""
-
-    places: dict[str, Place]
-    digests: dict[str, int]
-    loose: frozenset[str]
-
-    @classmethod
-    def take(cls, model: torch.nn.Module, weights: WeightMap) -> Fingerprint:
-        """Scan the model."""
-        return cls(_places(model), weights.digests(), frozenset(_loose_tensors(model)))
-
-
-def _places(model: torch.nn.Module) -> dict[str, Place]:
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {_without_lora(name): _place(tensor) for name, tensor in named}
-
-
-def _without_lora(name: str) -> str:
-    """A parameter's name before vLLM put its LoRA layer around its module."""
-    return name.replace(".base_layer.", ".")
-
-
-def _place(t: torch.Tensor) -> Place:
-    return (t.untyped_storage().data_ptr(), t.data_ptr(), tuple(t.shape), t.stride(), t.dtype, t.device.type)
-
-
-def _loose_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Floating tensors that modules keep outside parameters and buffers, large enough to be copies of weights."""
-    out = {}
-    for prefix, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            if attribute in _NOT_WEIGHTS or not isinstance(value, torch.Tensor):
-                continue
-            if value.is_floating_point() and value.numel() >= _MIN_DERIVED:
-                out[_without_lora(f"{prefix}.{attribute}")] = value
-    return out
-
-
-def verify_direct(model: torch.nn.Module, weights: WeightMap, before: Fingerprint) -> None:
-    """Compare with ``before``: what was replaced, permuted or copied becomes an alias or a problem of ``weights``."""
-    after = _places(model)
-    moved = {name for name, place in before.places.items() if after.get(name) != place}
-    owners = {weights.storages[i].owner: i for i in range(len(weights.storages))}
-    for parameter in sorted(moved & set(owners)):
-        if not _retied(parameter, owners, weights, after, moved):
-            for name in _tensors_of(weights, owners[parameter]):
-                weights.problems.setdefault(name, f"parameter {parameter!r} is replaced after loading")
-    for key, digest in _rescan(weights).items():
-        if digest != before.digests[key]:
-            weights.problems.setdefault(key.rsplit("|", 3)[0], "it is transformed in place after loading")
-    weights.places, weights.loose = after, before.loose
-    _check_loose(model, weights)
-    _check_added(weights, before)
-
-
-def _tensors_of(weights: WeightMap, storage: int) -> list[str]:
-    return [name for name, regions in weights.regions.items() if any(r.storage == storage for r in regions)]
-
-
-def _retied(
-    parameter: str, owners: dict[str, int], weights: WeightMap, after: Mapping[str, Place], moved: set[str]
-) -> bool:
-    """vLLM may give a redundant head the embedding's memory after loading: its tensor then is an alias."""
-    place = after.get(parameter)
-    twin = next((o for o in owners if o not in moved and after.get(o) == place), None)
-    if place is None or twin is None:
-        return False
-    for name in _tensors_of(weights, owners[parameter]):
-        original = next((n for n in _tensors_of(weights, owners[twin]) if _same_boxes(weights, n, name)), None)
-        if original is None:
-            return False
-        weights.aliases[name] = original
-        weights.regions.pop(name)
-        weights.tensors.pop(name)
-    weights.storages[owners[parameter]] = weights.storages[owners[twin]]  # frees the redundant memory
-    return True
-
-
-def _same_boxes(weights: WeightMap, one: str, other: str) -> bool:
-    def boxes(name: str) -> set[Place]:
-        return {(r.shape, r.src_offset, r.src_strides, r.dst_offset, r.dst_strides) for r in weights.regions[name]}
-
-    return weights.tensors[one] == weights.tensors[other] and boxes(one) == boxes(other)
-
-
-def _rescan(weights: WeightMap) -> dict[str, int]:
-    return {} if weights.problems else weights.digests()
-
-
-def _elements(place: Place) -> int:
-    shape = place[2]
-    return math.prod(shape) if isinstance(shape, tuple) else 0
-
-
-def _held(weights: WeightMap) -> set[int]:
-    return {storage.bits.untyped_storage().data_ptr() for storage in weights.storages}
-
-
-def _check_loose(model: torch.nn.Module, weights: WeightMap) -> None:
-    held = _held(weights)
-    for name, tensor in _loose_tensors(model).items():
-        if name not in weights.loose and tensor.untyped_storage().data_ptr() not in held:
-            weights.problems.setdefault(name, "vLLM made it after loading, perhaps from weights: deltas leave it stale")
-
-
-def _check_added(weights: WeightMap, before: Fingerprint) -> None:
-    held = _held(weights)
-    for name in sorted(set(weights.places) - set(before.places)):
-        place = weights.places[name]
-        if place[0] not in held and _elements(place) >= _MIN_DERIVED:
-            weights.problems.setdefault(name, "post-processing adds it, so deltas would leave it stale")
-
-
-def check_unmoved(model: torch.nn.Module, weights: WeightMap) -> None:
-    """MappingError if, since loading, a mapped parameter moved or something new was made from weights."""
-    now = _places(model)
-    for storage in weights.storages:
-        if now.get(storage.owner) != weights.places.get(storage.owner):
-            weights.problems.setdefault(storage.owner, "the parameter was replaced after the model was loaded")
-    _check_loose(model, weights)
-    weights.check()
-
-
 def add_tied_names(model: torch.nn.Module, weights: WeightMap) -> None:
     """Name as aliases the tensors a tied checkpoint may repeat: parameters that share another one's storage."""
     owners = {weights.storages[i].bits.untyped_storage().data_ptr(): i for i in range(len(weights.storages))}
@@ -289,6 +174,6 @@ def add_tied_names(model: torch.nn.Module, weights: WeightMap) -> None:
         storage = owners.get(parameter.untyped_storage().data_ptr())
         if storage is None or name in weights.tensors or name in weights.aliases:
             continue
-        candidates = _tensors_of(weights, storage)
+        candidates = weights.tensors_in(storage)
         if len(candidates) == 1 and name != weights.storages[storage].owner:
             weights.aliases[name] = candidates[0]

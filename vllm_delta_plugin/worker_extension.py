@@ -43,9 +43,9 @@ class DeltaSyncWorkerExtension:
     def delta_sync_attach(self: Any, config: dict[str, Any]) -> Reply:
         """Check that this model can be followed, scan it once, and describe this rank's tensors and regions."""
         from vllm_delta_plugin.adapter_slot import AdapterSlot
+        from vllm_delta_plugin.after_loading import check_unmoved
         from vllm_delta_plugin.compat.load_seam import weight_map
         from vllm_delta_plugin.compat.lora_seam import LoraManager
-        from vllm_delta_plugin.coverage import check_unmoved
         from vllm_delta_plugin.rank_sync import RankSync
         from vllm_delta_plugin.ranks import place
         from vllm_delta_plugin.refusals import check_config

@@ -20,6 +20,7 @@ from publishing import Publisher, nudged
 from replica import PROMPTS, Replica, replica
 
 from delta_sync.plan import Position
+from vllm_delta_plugin.compat.load_seam import weight_map
 
 SMALL: dict[str, Any] = {
     "enable_prefix_caching": False,
@@ -33,8 +34,8 @@ SMALL: dict[str, Any] = {
 class Outcome:
     """What became of a model, and why.
 
-    "direct" (deltas go straight into its weights), "requantised" (what is served is made of them anew), "refused" or
-    "not run".
+    "direct" (deltas go straight into its weights), "rearranged" (so they do, to where vLLM put them after loading),
+    "requantised" (what is served is made of them anew), "refused" or "not run".
     """
 
     cell: str
@@ -123,6 +124,9 @@ def serve(family: Family, folder: Path, **more: Any) -> Outcome:
         wrong = differing(everything(live.model), expected)
         assert not wrong, wrong
         assert say(live) == fresh_answers != old_answers
+        rearranged = weight_map(live.model).rearranged
         del live
     gc.collect()
+    if rearranged:
+        return Outcome("rearranged")
     return Outcome("requantised" if attached["shadow_bytes"] else "direct")

@@ -8,14 +8,8 @@ import pytest
 import torch
 
 from delta_sync.errors import MappingError
-from vllm_delta_plugin.coverage import (
-    Fingerprint,
-    WeightMap,
-    add_tied_names,
-    check_unmoved,
-    map_weights,
-    verify_direct,
-)
+from vllm_delta_plugin.after_loading import Fingerprint, check_unmoved, verify_direct
+from vllm_delta_plugin.coverage import WeightMap, add_tied_names, map_weights
 from vllm_delta_plugin.trace import trace_load
 
 Loader = Callable[[torch.nn.Module, str, torch.Tensor], None]
@@ -267,7 +261,7 @@ def test_post_processing_that_moves_weights_is_refused(change: Callable[[Model],
     model, weights = traced(plain)
     before = Fingerprint.take(model, weights)
     change(model)
-    verify_direct(model, weights, before)
+    verify_direct(model, weights, before, {})
     with pytest.raises(MappingError, match=reason):
         weights.check()
 
@@ -275,7 +269,7 @@ def test_post_processing_that_moves_weights_is_refused(change: Callable[[Model],
 def test_what_happens_after_loading_is_seen_at_attach() -> None:
     for change, reason in ((replaced, "replaced after the model was loaded"), (derived, r"cache.*stale")):
         model, weights = traced(plain)
-        verify_direct(model, weights, Fingerprint.take(model, weights))
+        verify_direct(model, weights, Fingerprint.take(model, weights), {})
         check_unmoved(model, weights)
         change(model)
         with pytest.raises(MappingError, match=reason):
@@ -293,7 +287,7 @@ def test_a_head_that_is_tied_after_loading_is_an_alias_and_frees_its_memory() ->
     weights = map_weights(model, trace_load(model, shapes, torch.bfloat16), shapes)
     before = Fingerprint.take(model, weights)
     model.head = model.embed
-    verify_direct(model, weights, before)
+    verify_direct(model, weights, before, {})
     add_tied_names(model, weights)
     weights.check()
     assert weights.aliases == {"head": "embed"} and set(weights.regions) == {"embed"}

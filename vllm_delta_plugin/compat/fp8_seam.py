@@ -11,13 +11,14 @@ import copy
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from delta_sync.errors import MappingError
+from vllm_delta_plugin.compat.process_seam import PROCESS, again, as_parameter
 from vllm_delta_plugin.compat.seam import SeamError, require, wrap
 from vllm_delta_plugin.shadow import host_copy
 
@@ -40,8 +41,7 @@ _PLAIN = (  # leave weights as they are loaded, or have none
     "Fp8KVCacheMethod",
 )
 _BUILD = "initialize_model"
-_PROCESS = "process_weights_after_loading"
-_DONE, _SCRATCH = f"_already_called_{_PROCESS}", "_delta_sync_scratch"
+_DONE, _SCRATCH = f"_already_called_{PROCESS}", "_delta_sync_scratch"
 _CAPTURED = "_delta_sync_captured"  # on the module itself: loaders refer to it, so no weak dictionary would let it go
 _SHARED_SCALES = ("amax_for_tp_weight_quant", "amax_for_moe_weight_quant")  # since 0.30: ranks agree on one scale
 _missing: SeamError | None = None
@@ -84,7 +84,7 @@ def _wrap_methods() -> None:
     global _missing
     try:
         for method in _methods():
-            wrap(method, _PROCESS, _capturing)
+            wrap(method, PROCESS, _capturing)
         online = importlib.import_module(_ONLINE)
         for name in _SHARED_SCALES:
             if hasattr(online, name) and not hasattr(getattr(online, name), "__delta_sync_wraps__"):
@@ -116,7 +116,7 @@ def quantised(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     found = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        if method is None or not hasattr(method, _PROCESS) or type(method).__name__ in _PLAIN:
+        if method is None or not hasattr(method, PROCESS) or type(method).__name__ in _PLAIN:
             continue
         if _missing is not None:
             raise _missing
@@ -150,7 +150,7 @@ def _why_not(method: Any) -> str | None:
 def captured(module: torch.nn.Module) -> Captured:
     """The module as it was loaded; the copy is made now, unless vLLM has processed the module already."""
     if _CAPTURED not in vars(module):
-        parameters = {n: _like(host_copy(p), p) for n, p in module._parameters.items() if p is not None}
+        parameters = {n: as_parameter(host_copy(p), p) for n, p in module._parameters.items() if p is not None}
         vars(module)[_CAPTURED] = Captured(parameters, alone=True)
     found: Captured = vars(module)[_CAPTURED]
     return found
@@ -159,7 +159,7 @@ def captured(module: torch.nn.Module) -> Captured:
 def release(module: torch.nn.Module, name: str) -> None:
     """Free the copy of a parameter that vLLM leaves as it is."""
     found = captured(module)
-    left = {n: _like(torch.empty(0, dtype=p.dtype), p) if n == name else p for n, p in found.parameters.items()}
+    left = {n: as_parameter(torch.empty(0, dtype=p.dtype), p) if n == name else p for n, p in found.parameters.items()}
     vars(module)[_CAPTURED] = Captured(left, found.alone)
 
 
@@ -182,19 +182,13 @@ class _Made(Exception):
 
 def process(module: torch.nn.Module, method: Any, loaded: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What ``method`` makes of these parameters of the module, which itself stays as it is; on the current stream."""
-    scratch = object.__new__(type(module))
-    scratch.__dict__.update(module.__dict__)
     known = captured(module).parameters
-    scratch.__dict__["_parameters"] = {name: _like(tensor, known[name]) for name, tensor in loaded.items()}
-    scratch.__dict__["_buffers"] = dict(module._buffers)
-    scratch.__dict__[_SCRATCH] = True
-    scratch.__dict__.pop(_DONE, None)
+    attributes = {name: value for name, value in vars(module).items() if name != _DONE} | {_SCRATCH: True}
     method = copy.copy(method)
     if hasattr(method, _KERNEL):
         vars(method)[_KERNEL] = _made
-    with torch.no_grad(), suppress(_Made):
-        method.process_weights_after_loading(scratch)
-    return {name: p.detach() for name, p in scratch._parameters.items() if p is not None}
+    like = {name: as_parameter(tensor, known[name]) for name, tensor in loaded.items()}
+    return again(type(module), attributes, method, like, stop=_Made)
 
 
 def _made(*_: Any) -> None:
@@ -213,13 +207,6 @@ def derived(module: torch.nn.Module, method: Any) -> str | None:
             if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in held:
                 return f"{name}.{field}"
     return None
-
-
-def _like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The tensor as a parameter of the same class, loader and attributes."""
-    tensor.__class__ = parameter.__class__
-    tensor.__dict__ = parameter.__dict__.copy()
-    return tensor
 
 
 def _capturing(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,9 +7,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from delta_sync.errors import DeltaSyncError, MappingError
-from vllm_delta_plugin.compat import fp8_seam
+from vllm_delta_plugin.after_loading import Fingerprint, verify_direct
+from vllm_delta_plugin.compat import fp8_seam, process_seam
 from vllm_delta_plugin.compat.seam import require
-from vllm_delta_plugin.coverage import Fingerprint, WeightMap, add_tied_names, map_weights, verify_direct
+from vllm_delta_plugin.coverage import WeightMap, add_tied_names, map_weights
 
 _NAME = "process_weights_after_loading"
 _MAPS: WeakKeyDictionary[Any, WeightMap | DeltaSyncError] = WeakKeyDictionary()
@@ -42,8 +43,9 @@ def install() -> None:
     @functools.wraps(original)
     def observed(model: Any, model_config: Any, target_device: Any) -> None:
         modules, before = _before(model, model_config)
+        plain = {} if modules else process_seam.unprocessed(model)
         original(model, model_config, target_device)
-        _after(model, modules, before)
+        _after(model, modules, plain, before)
 
     observed.__delta_sync_wraps__ = True  # type: ignore[attr-defined]
     setattr(base_loader, _NAME, observed)
@@ -66,13 +68,21 @@ def _before(model: Any, model_config: Any) -> tuple[dict[str, Any], Fingerprint 
         if modules:
             add_shadows(weights, modules)
         _MAPS[model] = weights
-        return modules, Fingerprint.take(model, weights)
+        before = Fingerprint.take(model, weights)
+        if not modules:
+            weights.let_go()
+        return modules, before
     except DeltaSyncError as error:
         _MAPS[model] = error
         return {}, None
 
 
-def _after(model: Any, modules: dict[str, Any], before: Fingerprint | None) -> None:
+def _after(
+    model: Any,
+    modules: dict[str, Any],
+    plain: dict[str, process_seam.Unprocessed],
+    before: Fingerprint | None,
+) -> None:
     from vllm_delta_plugin.quantised_load import finish
 
     weights = _MAPS[model]
@@ -81,7 +91,7 @@ def _after(model: Any, modules: dict[str, Any], before: Fingerprint | None) -> N
     try:
         if modules:
             finish(weights, modules)
-        verify_direct(model, weights, before)
+        verify_direct(model, weights, before, plain)
         add_tied_names(model, weights)
     except DeltaSyncError as error:
         _MAPS[model] = error

@@ -1,0 +1,73 @@
+"""Seam: vLLM's processing of one loaded module, done again on a module that nobody serves (vLLM 0.26 to 0.32)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PROCESS = "process_weights_after_loading"
+
+
+@dataclass(frozen=True)
+class Unprocessed:
+    """A module before vLLM processed it, without its weights: ``parameters`` are on the meta device."""
+
+    kind: type[torch.nn.Module]
+    attributes: Mapping[str, Any]
+    method: Any
+    parameters: Mapping[str, torch.Tensor]
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """Equal for modules that are taken to be processed alike; where they are not, their digests tell."""
+        forms = [(n, tuple(p.shape), p.stride(), p.dtype) for n, p in self.parameters.items()]
+        return (self.kind, type(self.method), *forms)
+
+    def process(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What vLLM makes of these values of the module's parameters, some of which it may write to."""
+        like = {name: as_parameter(tensor, self.parameters[name]) for name, tensor in parameters.items()}
+        return again(self.kind, self.attributes, self.method, like)
+
+
+def unprocessed(model: torch.nn.Module) -> dict[str, Unprocessed]:
+    """The modules that vLLM is about to process, by name."""
+    found = {}
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if hasattr(method, PROCESS):
+            parts = {n: p for n, p in module._parameters.items() if p is not None}
+            forms = {n: as_parameter(torch.empty_like(p, device="meta"), p) for n, p in parts.items()}
+            found[name] = Unprocessed(type(module), dict(vars(module)), copy.copy(method), forms)
+    return found
+
+
+def again(
+    kind: type[torch.nn.Module],
+    attributes: Mapping[str, Any],
+    method: Any,
+    parameters: Mapping[str, torch.Tensor],
+    stop: type[Exception] | None = None,
+) -> dict[str, torch.Tensor]:
+    """The parameters that a copy of ``method`` leaves a scratch module with, also if it raises ``stop``.
+
+    On the current stream.
+    """
+    scratch = object.__new__(kind)
+    scratch.__dict__.update(attributes)
+    scratch.__dict__["_parameters"] = dict(parameters)
+    scratch.__dict__["_buffers"] = dict(attributes["_buffers"])
+    with torch.no_grad(), suppress(*[stop] if stop else ()):
+        getattr(copy.copy(method), PROCESS)(scratch)
+    return {name: p.detach() for name, p in scratch._parameters.items() if p is not None}
+
+
+def as_parameter(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor as a parameter of the same class, loader and attributes."""
+    tensor.__class__ = parameter.__class__
+    tensor.__dict__ = parameter.__dict__.copy()
+    return tensor

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tiny_models
+import torch
 from coverage_table import Table, table
 from family_case import Outcome, serve
 from family_process import NO_KERNEL, Case, apart, in_blocks
@@ -21,6 +22,7 @@ from publishing import Publisher, nudged
 from vllm_delta_plugin.proof import Layout
 
 QUICK = ("Llama 4", "DeepSeek-V3")  # rearranged heads; latent attention, a float32 tensor; experts
+ALONE = "one worker, GPU" if torch.cuda.is_available() else "one worker"
 FLAVOURS = {
     "TP=2": {"tensor_parallel_size": 2},
     "PP=2": {"pipeline_parallel_size": 2},
@@ -66,7 +68,7 @@ def test_checkpoints_in_blocks_of_fp8(name: str, tmp_path: Path, measure: Case, 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in FAMILIES])
 def test_served_by_one_worker(name: str, tmp_path: Path, measure: Case, cells: Table) -> None:
-    cells.check(name, "one worker", measure(serve, FAMILIES[name], tmp_path))
+    cells.check(name, ALONE, measure(serve, FAMILIES[name], tmp_path))
 
 
 def jobs(names: list[str], options: dict[str, Any], folder: Path) -> tuple[list[list[Any]], dict[str, Publisher]]:

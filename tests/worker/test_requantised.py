@@ -1,6 +1,6 @@
 """Replicas that serve fp8: deltas change what the checkpoint holds, and what a fresh load makes of that is served.
 
-On a CPU without AMX only online fp8 per channel runs; the other kinds run on a GPU (tests/gpu/run.sh).
+On a CPU only online fp8 per channel runs, with AMX blocks too; all kinds run on a GPU (tests/gpu/run.sh).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from replica import Replica, replica
 
 from delta_sync.errors import IntegrityError
 from delta_sync.plan import Plan, Position
+from vllm_delta_plugin.compat.load_seam import weight_map
 from vllm_delta_plugin.proof import Layout, prove
 
 Values = Mapping[str, torch.Tensor]
@@ -47,7 +48,10 @@ KINDS = {
     "experts, per tensor": Kind({"quantization": "fp8"}, model="qwen3_moe"),
     "checkpoint in blocks": Kind({}, fp8_checkpoint.in_blocks, fp8_checkpoint.write),
 }
-ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM has no kernel for it on this CPU")
+NO_KERNEL = "vLLM has no kernel for it on this CPU"
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_KERNEL)
+IN_BLOCKS = pytest.mark.skipif(not (torch.cuda.is_available() or torch.cpu._is_amx_tile_supported()), reason=NO_KERNEL)
+RUN = {"per channel": (), "per block": IN_BLOCKS, "checkpoint in blocks": IN_BLOCKS}
 
 
 @dataclass
@@ -92,7 +96,7 @@ class Case:
         return True
 
 
-@pytest.fixture(scope="module", params=[k if k == "per channel" else pytest.param(k, marks=ON_GPU) for k in KINDS])
+@pytest.fixture(scope="module", params=[pytest.param(k, marks=RUN.get(k, ON_GPU)) for k in KINDS])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     kind, folder = KINDS[request.param], tmp_path_factory.mktemp("fp8")
     plain = tiny_models.make(kind.model, folder / "plain", **DIMENSIONS)
@@ -191,8 +195,10 @@ def test_what_is_served_is_scanned_and_made_anew(case: Case, tmp_path: Path) -> 
         pytest.skip("served as it is stored: the digests are those of what is served")
     assert audited(case.live) == {None}
     damaged = "model.layers.1.self_attn.o_proj"
-    scale = next(v for n, v in case.live.model.named_parameters() if n.startswith(f"{damaged}.weight_scale"))
-    scale.data.view(torch.int32).as_strided((1,), (1,)).bitwise_xor_(1)
+    weights = weight_map(case.live.model)
+    made = next(module.made for module in weights.requantised.modules if module.name == damaged)
+    box = next(iter(made.values()))
+    weights.storages[box.storage].bits[box.offset] ^= 1
     assert audited(case.live) == {None, damaged}
     origin = case.publisher.origin
     (staged,) = case.live.stage(Plan(origin, "live", None, (), {}))

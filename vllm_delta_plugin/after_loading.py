@@ -25,16 +25,25 @@ class Fingerprint:
     places: dict[str, Place]
     sums: dict[str, int]
     loose: frozenset[str]
+    sharing: frozenset[str]  # all that lies in memory that is mapped
 
     @classmethod
     def take(cls, model: torch.nn.Module, weights: WeightMap) -> Fingerprint:
         """Scan the model."""
-        return cls(_places(model), weights.sums(), frozenset(_loose_tensors(model)))
+        held = _held(weights)
+        sharing = frozenset(name for name, memory in _memories(model).items() if memory in held)
+        return cls(_places(model), weights.sums(), frozenset(_loose_tensors(model)), sharing)
 
 
 def _places(model: torch.nn.Module) -> dict[str, Place]:
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {_without_lora(name): _place(tensor) for name, tensor in named}
+
+
+def _memories(model: torch.nn.Module) -> dict[str, int]:
+    """Of everything that modules hold, the address of the memory it lies in."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {n: t.untyped_storage().data_ptr() for n, t in [*named, *_loose_tensors(model).items()]}
 
 
 def _without_lora(name: str) -> str:
@@ -65,17 +74,21 @@ def verify_direct(
     after = _places(model)
     moved = {name for name, place in before.places.items() if after.get(name) != place}
     owners = {weights.storages[i].owner: i for i in range(len(weights.storages))}
-    replaced = {owners[p] for p in sorted(moved & set(owners)) if not _retied(p, owners, weights, after, moved)}
+    replaced = set()
+    for parameter in sorted(moved & set(owners)):
+        if not _retied(parameter, owners, weights, after, moved):
+            replaced.add(owners[parameter])
     _take_hold(model, weights, moved)
     follow(model, weights, modules, before.sums, {number for number in replaced if weights.tensors_in(number)})
     weights.places, weights.loose = after, before.loose
+    _check_shared(model, weights, before)
     _check_loose(model, weights)
     _check_added(weights, before)
 
 
 def _take_hold(model: torch.nn.Module, weights: WeightMap, moved: set[str]) -> None:
     """See the parameters that stayed where they were, of which ``let_go`` kept but the names."""
-    named = dict([*model.named_parameters(), *model.named_buffers()])
+    named = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
     for number, storage in enumerate(weights.storages):
         if not storage.bits.numel() and storage.owner in named and storage.owner not in moved:
             weights.storages[number] = live_storage(storage.owner, named[storage.owner])
@@ -114,6 +127,14 @@ def _elements(place: Place) -> int:
 
 def _held(weights: WeightMap) -> set[int]:
     return {storage.bits.untyped_storage().data_ptr() for storage in weights.storages}
+
+
+def _check_shared(model: torch.nn.Module, weights: WeightMap, before: Fingerprint) -> None:
+    """Where a parameter was given other memory, whatever else lay in the old one is stale from the next version on."""
+    held = _held(weights)
+    for name, memory in _memories(model).items():
+        if name in before.sharing and memory not in held:
+            weights.problems.setdefault(name, "it is left in memory that vLLM replaced after loading")
 
 
 def _check_loose(model: torch.nn.Module, weights: WeightMap) -> None:

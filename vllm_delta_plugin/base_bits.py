@@ -62,7 +62,8 @@ def live_bits(weights: WeightMap, name: str, dtype: DType, shape: tuple[int, ...
     if held == bits.size:
         return bits
     columns = shape[-1] if len(shape) > 1 else 1
-    return PartOf(bits, held, lambda tile: any(holds(region, columns, tile) for region in regions.values()))
+    parts = weights.loaded.get(owner) or regions.values()
+    return PartOf(bits, held, lambda tile: any(holds(region, columns, tile) for region in parts))
 
 
 class AnchorBits:

@@ -52,6 +52,7 @@ class WeightMap:
     problems: dict[str, str] = field(default_factory=dict)
     places: dict[str, Place] = field(default_factory=dict)  # each parameter's place once loading was over
     loose: frozenset[str] = frozenset()  # tensors that modules kept outside parameters before loading was over
+    loaded: dict[str, list[Region]] = field(default_factory=dict)  # of tensors that moved: as they were loaded
     rearranged: set[str] = field(default_factory=set)  # parameters whose elements are served elsewhere than loaded
     requantised: Requantised | None = None  # what is served as vLLM's quantisation makes it; None: nothing is
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from delta_sync.errors import MappingError
-from vllm_delta_plugin.affine import Piece, affine
+from vllm_delta_plugin.affine import Step, affine
 from vllm_delta_plugin.compat.process_seam import Unprocessed
 from vllm_delta_plugin.coverage import WeightMap
 from vllm_delta_plugin.live_storage import LiveStorage, live_storage
 from vllm_delta_plugin.log import logger
-from vllm_delta_plugin.probe import Layout, probe
+from vllm_delta_plugin.probe import Form, Layout, form, probe
 from vllm_delta_plugin.regions import Region, locate, make_region, split
 
 _MAX_PIECES = 64  # of a region: with more, boxes would be no smaller a map than the numbers of elements
+_MAX_DIMS = 4  # of a box, as the GPU's kernels take them
 _AT_ONCE = 1 << 24  # elements of a region that are followed at once
 Modules = Mapping[str, Unprocessed]
+Piece = tuple[str, int, int, list[Step]]  # parameter that is served, first position, first element of it, steps
 
 
 def follow(
@@ -34,9 +36,8 @@ def follow(
     todo, done, why = set(replaced), set[int](), "is replaced after loading"
     while not weights.problems:
         if todo:
-            todo = served.with_alike(weights.storages, todo) - done
-            _map(weights, served, todo, why)
-            done |= todo
+            _map(weights, served, served.with_alike(weights.storages, todo) - done, why)
+            done = served.with_alike(weights.storages, todo | done)
         wrong = {} if weights.problems else _not_as_loaded(weights, sums)
         if not wrong:
             break
@@ -44,8 +45,8 @@ def follow(
         why = "is transformed in place after loading"
         if not todo:
             weights.problems |= dict.fromkeys(wrong, "it is transformed after loading, not only put elsewhere")
-    weights.rearranged = {weights.storages[number].owner for number in done}
-    if done:
+    if done and not weights.problems:
+        weights.rearranged = {weights.storages[number].owner for number in done}
         logger.info("delta sync: the elements of %d parameters are followed to where vLLM puts them", len(done))
 
 
@@ -65,14 +66,22 @@ def _map(weights: WeightMap, served: _Served, storages: Set[int], why: str) -> N
                 new.setdefault(name, []).extend(pieces)
         except MappingError as error:
             weights.problems.setdefault(name, f"parameter {storage.owner!r} {why} ({error})")
+    if weights.problems:
+        return
     numbers = {storage.owner: number for number, storage in enumerate(weights.storages)}
-    for name, pieces in new.items():
-        for storage, _ in pieces:
+    for name, followed in new.items():
+        for storage, _ in followed:
             if storage.owner not in numbers:
                 numbers[storage.owner] = len(weights.storages)
                 weights.storages.append(storage)
             weights.storages[numbers[storage.owner]] = storage
-        weights.regions[name] = [replace(region, storage=numbers[storage.owner]) for storage, region in pieces]
+        weights.loaded.setdefault(name, weights.regions[name])
+        weights.regions[name] = [replace(region, storage=numbers[storage.owner]) for storage, region in followed]
+    owners: dict[int, str] = {}
+    for number, storage in enumerate(weights.storages):
+        if owners.setdefault(storage.bits.data_ptr(), storage.owner) != storage.owner:
+            for name in weights.tensors_in(number):
+                weights.problems.setdefault(name, f"parameter {storage.owner!r} {why}, into another one's memory")
 
 
 @dataclass
@@ -93,50 +102,64 @@ class _Served:
 
     def pieces(self, storage: LiveStorage, region: Region) -> list[tuple[LiveStorage, Region]]:
         """A loaded region where it is served; MappingError if it is not there element by element."""
-        path, width, kind = _module(storage.owner), storage.dtype.itemsize, self._kind(storage)
-        if kind is None:
+        path, _, parameter = storage.owner.rpartition(".")
+        width, kind = storage.dtype.itemsize, self._kind(storage)
+        if kind is None or parameter not in self.modules[path].parameters:
             raise MappingError("it", expected="processed with its module alone", got="processed otherwise")
         if (width, kind) not in self._layouts:
-            device = next(p.device for p in self.live[path]._parameters.values() if p is not None)
-            self._layouts[width, kind] = probe(self.modules[path], width, device)
+            self._layouts[width, kind] = probe(self.modules[path], width, storage.bits.device)
         layout = self._layouts[width, kind]
-        out = []
+        out: list[tuple[LiveStorage, Region]] = []
         for part in split(region, _AT_ONCE):
-            parameter = storage.owner.rpartition(".")[2]
             key = (width, kind, parameter, part.shape, part.src_strides, part.dst_offset, part.dst_strides)
             if key not in self._pieces:
-                self._pieces[key] = _pieces(layout, parameter, replace(part, src_offset=0))
-            for position, place, steps in self._pieces[key]:
-                name = next(n for n, (begin, end) in layout.served.items() if begin <= place < end)
-                sizes, strides, live = zip(*steps, strict=True) if steps else ((), (), ())
-                begin, end = layout.served[name]
-                at = make_region(part.tensor, -1, sizes, part.src_offset + position, strides, place - begin, live)
-                if at.dst_last >= end - begin:
-                    raise MappingError("its elements", expected="in one parameter", got="in several")
-                out.append((self._storage(path, name), at))
+                self._pieces[key] = list(_pieces(layout, parameter, replace(part, src_offset=0)))
+            for name, position, place, steps in self._pieces[key]:
+                served = self._storage(path, name, layout.served[name].form)
+                out += [(served, box) for box in _boxes(part.tensor, part.src_offset + position, place, steps)]
         return out
 
     def _kind(self, storage: LiveStorage) -> object:
-        module = self.modules.get(_module(storage.owner))
+        module = self.modules.get(storage.owner.rpartition(".")[0])
         return module and module.signature
 
-    def _storage(self, path: str, name: str) -> LiveStorage:
+    def _storage(self, path: str, name: str, made: Form) -> LiveStorage:
         owner = f"{path}.{name}"
         if owner not in self._storages:
-            self._storages[owner] = live_storage(owner, getattr(self.live[path], name))
+            live = self.live[path]._parameters.get(name)
+            if live is None or form(live) != made:
+                got = "nothing" if live is None else "another layout"
+                raise MappingError(f"parameter {owner!r}", expected="as its module's processing makes it", got=got)
+            self._storages[owner] = live_storage(owner, live)
         return self._storages[owner]
 
 
-def _pieces(layout: Layout, parameter: str, region: Region) -> list[Piece]:
+def _pieces(layout: Layout, parameter: str, region: Region) -> Iterator[Piece]:
     positions, elements = locate(region, np.arange(region.numel))
     places = layout.where[elements + layout.first[parameter]].astype(np.int64)
     if places.min(initial=0) < 0:
         raise MappingError("its elements", expected="all of them served", got="some of them left out")
-    pieces = affine(positions, places, _MAX_PIECES)
-    if pieces is None:
-        raise MappingError("its elements", expected=f"in {_MAX_PIECES} blocks at most", got="in more")
-    return pieces
+    begun = set[int]()
+    for name, served in layout.served.items():
+        here = (places >= served.begin) & (places < served.end)
+        if served.begin in begun or not here.any():
+            continue
+        begun.add(served.begin)  # another parameter may be a view of the same memory
+        found = affine(positions[here], places[here] - served.begin, _MAX_PIECES)
+        if found is None:
+            raise MappingError("its elements", expected=f"in {_MAX_PIECES} blocks at most", got="in more")
+        for position, place, steps in found:
+            yield name, position, place, steps
 
 
-def _module(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
+def _boxes(tensor: str, position: int, place: int, steps: list[Step]) -> Iterator[Region]:
+    """The box, cut along its smallest dimensions into some of few enough."""
+    sizes, strides, live = zip(*steps, strict=True) if steps else ((), (), ())
+    whole = make_region(tensor, -1, sizes, position, strides, place, live)
+    if len(whole.shape) <= _MAX_DIMS:
+        yield whole
+        return
+    smallest = min(range(len(steps)), key=lambda number: steps[number][0])
+    size, stride, to = steps[smallest]
+    for k in range(size):
+        yield from _boxes(tensor, position + k * stride, place + k * to, steps[:smallest] + steps[smallest + 1 :])

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+
 from delta_sync.errors import DeltaSyncError, MappingError
 from vllm_delta_plugin.after_loading import Fingerprint, verify_direct
-from vllm_delta_plugin.compat import fp8_seam, process_seam
+from vllm_delta_plugin.compat import fp8_seam
+from vllm_delta_plugin.compat.process_seam import Unprocessed, unprocessed
 from vllm_delta_plugin.compat.seam import require
 from vllm_delta_plugin.coverage import WeightMap, add_tied_names, map_weights
 
@@ -42,56 +46,57 @@ def install() -> None:
 
     @functools.wraps(original)
     def observed(model: Any, model_config: Any, target_device: Any) -> None:
-        modules, before = _before(model, model_config)
-        plain = {} if modules else process_seam.unprocessed(model)
+        before = _before(model, model_config)
         original(model, model_config, target_device)
-        _after(model, modules, plain, before)
+        if before is not None:
+            _after(model, before)
 
     observed.__delta_sync_wraps__ = True  # type: ignore[attr-defined]
     setattr(base_loader, _NAME, observed)
 
 
-def _before(model: Any, model_config: Any) -> tuple[dict[str, Any], Fingerprint | None]:
-    """Trace and fingerprint; a failure is kept for ``weight_map`` to raise, since loading itself must go on.
+@dataclass(frozen=True)
+class _Before:
+    """A model before post-processing, and its modules by name: those that are quantised, or else all, unprocessed."""
 
-    Also the modules that are quantised, by name.
-    """
+    fingerprint: Fingerprint
+    quantised: dict[str, torch.nn.Module]
+    plain: dict[str, Unprocessed]
+
+
+def _before(model: Any, model_config: Any) -> _Before | None:
+    """Trace and fingerprint; a failure is kept for ``weight_map`` to raise, since loading itself must go on."""
     from vllm_delta_plugin.checkpoint_index import checkpoint_tensors
     from vllm_delta_plugin.quantised_load import add_shadows
     from vllm_delta_plugin.trace import trace_load
 
     try:
         shapes = checkpoint_tensors(model_config.model, model_config.revision, _cache())
-        modules = fp8_seam.quantised(model) if model_config.quantization else {}
-        with fp8_seam.as_loaded(modules):
+        quantised = fp8_seam.quantised(model) if model_config.quantization else {}
+        with fp8_seam.as_loaded(quantised):
             weights = map_weights(model, trace_load(model, shapes, model_config.dtype), shapes)
-        if modules:
-            add_shadows(weights, modules)
-        _MAPS[model] = weights
-        before = Fingerprint.take(model, weights)
-        if not modules:
+        if quantised:
+            add_shadows(weights, quantised)
+        fingerprint = Fingerprint.take(model, weights)
+        plain = {} if quantised else unprocessed(model)
+        if not quantised:
             weights.let_go()
-        return modules, before
     except DeltaSyncError as error:
         _MAPS[model] = error
-        return {}, None
+        return None
+    _MAPS[model] = weights
+    return _Before(fingerprint, quantised, plain)
 
 
-def _after(
-    model: Any,
-    modules: dict[str, Any],
-    plain: dict[str, process_seam.Unprocessed],
-    before: Fingerprint | None,
-) -> None:
+def _after(model: Any, before: _Before) -> None:
     from vllm_delta_plugin.quantised_load import finish
 
     weights = _MAPS[model]
-    if before is None or not isinstance(weights, WeightMap):
-        return
+    assert isinstance(weights, WeightMap)
     try:
-        if modules:
-            finish(weights, modules)
-        verify_direct(model, weights, before, plain)
+        if before.quantised:
+            finish(weights, before.quantised)
+        verify_direct(model, weights, before.fingerprint, before.plain)
         add_tied_names(model, weights)
     except DeltaSyncError as error:
         _MAPS[model] = error

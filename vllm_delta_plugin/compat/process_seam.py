@@ -11,16 +11,21 @@ from typing import Any
 import torch
 
 PROCESS = "process_weights_after_loading"
+_HELD = ("_parameters", "_buffers", "_modules")  # of a torch module: what it holds by name
 
 
 @dataclass(frozen=True)
 class Unprocessed:
-    """A module before vLLM processed it, without its weights: ``parameters`` are on the meta device."""
+    """A module before vLLM processed it, without its weights: ``parameters`` are on the meta device.
+
+    ``whole``: each parameter lies row-major in memory of its own.
+    """
 
     kind: type[torch.nn.Module]
     attributes: Mapping[str, Any]
     method: Any
     parameters: Mapping[str, torch.Tensor]
+    whole: bool
 
     @property
     def signature(self) -> tuple[object, ...]:
@@ -39,10 +44,13 @@ def unprocessed(model: torch.nn.Module) -> dict[str, Unprocessed]:
     found = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        if hasattr(method, PROCESS):
-            parts = {n: p for n, p in module._parameters.items() if p is not None}
-            forms = {n: as_parameter(torch.empty_like(p, device="meta"), p) for n, p in parts.items()}
-            found[name] = Unprocessed(type(module), dict(vars(module)), copy.copy(method), forms)
+        if not hasattr(method, PROCESS):
+            continue
+        parts = {n: p for n, p in module._parameters.items() if p is not None}
+        forms = {n: as_parameter(torch.empty_like(p, device="meta"), p) for n, p in parts.items()}
+        attributes = dict(vars(module)) | {"_parameters": dict.fromkeys(module._parameters)}
+        whole = all(p.is_contiguous() and p.untyped_storage().nbytes() == p.nbytes for p in parts.values())
+        found[name] = Unprocessed(type(module), attributes, _copy(method), forms, whole)
     return found
 
 
@@ -55,15 +63,25 @@ def again(
 ) -> dict[str, torch.Tensor]:
     """The parameters that a copy of ``method`` leaves a scratch module with, also if it raises ``stop``.
 
-    On the current stream.
+    On the current stream. What the scratch module is given, or has written to, is its own.
     """
     scratch = object.__new__(kind)
     scratch.__dict__.update(attributes)
-    scratch.__dict__["_parameters"] = dict(parameters)
-    scratch.__dict__["_buffers"] = dict(attributes["_buffers"])
+    scratch.__dict__["_parameters"] = {**dict.fromkeys(attributes["_parameters"]), **parameters}
+    buffers: Mapping[str, torch.Tensor | None] = attributes["_buffers"]
+    scratch.__dict__["_buffers"] = {name: None if b is None else b.clone() for name, b in buffers.items()}
+    scratch.__dict__["_modules"] = dict(attributes["_modules"])
     with torch.no_grad(), suppress(*[stop] if stop else ()):
-        getattr(copy.copy(method), PROCESS)(scratch)
+        getattr(_copy(method), PROCESS)(scratch)
     return {name: p.detach() for name, p in scratch._parameters.items() if p is not None}
+
+
+def _copy(method: Any) -> Any:
+    """A copy that may be given other parts."""
+    other = copy.copy(method)
+    if isinstance(method, torch.nn.Module):  # as vLLM's for experts without quantisation
+        other.__dict__.update({held: dict(vars(method)[held]) for held in _HELD})
+    return other
 
 
 def as_parameter(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

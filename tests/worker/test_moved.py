@@ -250,6 +250,9 @@ def test_any_map_is_cut_into_boxes_that_are_the_map() -> None:
             assert np.array_equal(found, places)
 
 
+RARE = (pytest.mark.long, pytest.mark.rare)
+
+
 @pytest.fixture
 def packed_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM packs experts for its CPU kernel, as it does without the plugin."""
@@ -262,9 +265,7 @@ def packed_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a CPU's kernels")
-@pytest.mark.parametrize(
-    "family", ["Qwen3-MoE", *(pytest.param(f, marks=pytest.mark.long) for f in ("Mixtral", "GPT-OSS"))]
-)
+@pytest.mark.parametrize("family", ["Qwen3-MoE", *(pytest.param(f, marks=RARE) for f in ("Mixtral", "GPT-OSS"))])
 def test_experts_that_vllm_packs_are_what_a_fresh_load_packs(family: str, tmp_path: Path, packed_experts: None) -> None:
     assert serve(FAMILIES[family], tmp_path) == Outcome("rearranged")
 

@@ -51,7 +51,8 @@ KINDS = {
 NO_KERNEL = "vLLM has no kernel for it on this CPU"
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_KERNEL)
 IN_BLOCKS = pytest.mark.skipif(not (torch.cuda.is_available() or torch.cpu._is_amx_tile_supported()), reason=NO_KERNEL)
-RUN = {"per channel": (), "per block": IN_BLOCKS, "checkpoint in blocks": IN_BLOCKS}
+RARE = () if torch.cuda.is_available() else (pytest.mark.long, pytest.mark.rare)
+RUN = {"per channel": (), "per block": (IN_BLOCKS, *RARE), "checkpoint in blocks": IN_BLOCKS}
 
 
 @dataclass

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from delta_sync.errors import MappingError
 
 PROCESS = "process_weights_after_loading"
+_BETWEEN_RANKS = {"c10d", "_c10d_functional"}
+_EXCHANGE = re.compile("all_reduce|all_gather|reduce_scatter|all_to_all|broadcast")
 _HELD = ("_parameters", "_buffers", "_modules")  # of a torch module: what it holds by name
 
 
@@ -34,9 +40,24 @@ class Unprocessed:
         return (self.kind, type(self.method), *forms)
 
     def process(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What vLLM makes of these values of the module's parameters, some of which it may write to."""
+        """What vLLM makes of these values of the module's parameters, some of which it may write to.
+
+        MappingError if other ranks have a part in it.
+        """
         like = {name: as_parameter(tensor, self.parameters[name]) for name, tensor in parameters.items()}
-        return again(self.kind, self.attributes, self.method, like)
+        with _Alone():  # type: ignore[no-untyped-call]
+            return again(self.kind, self.attributes, self.method, like)
+
+
+class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Meanwhile torch's and vLLM's own exchanges between ranks are refused: others may not be there to take part."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in _BETWEEN_RANKS or (func.namespace == "vllm" and _EXCHANGE.search(str(func))):
+            raise MappingError(
+                "what vLLM makes of it", expected="of this rank's weights alone", got=f"a call of {func}"
+            )
+        return func(*args, **kwargs or {})
 
 
 def unprocessed(model: torch.nn.Module) -> dict[str, Unprocessed]:

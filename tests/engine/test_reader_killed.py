@@ -45,11 +45,13 @@ def test_killed(point: str, place: tuple[str, dict[str, str]], tmp_path: Path) -
     trainer = Publisher(uri, checkpoint)
     trainer.origin()
     trainer.step(1)
-    process = start(environment, uri, str(tmp_path / "cache"), checkpoint, point, str(tmp_path / "served"))
+    served = tmp_path / "served"
+    process = start(environment, uri, str(tmp_path / "cache"), checkpoint, point, str(served))
     deadline = time.monotonic() + 90
-    while not (tmp_path / "served").exists():
-        assert time.monotonic() < deadline and process.exitcode is None
+    while process.exitcode is None and not served.exists():
+        assert time.monotonic() < deadline, "version 2 was not served within 90 s"
         time.sleep(0.02)
+    assert served.exists(), f"it ended with {process.exitcode} before version 2"
     before = keys(uri)
     third = trainer.step(2)
     process.join(60)

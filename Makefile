@@ -35,7 +35,7 @@ test-oldest:
 	@$(PYTHON) scripts/setup_env.py $(OLDEST) --backend cpu --vllm 0.27.0 --trl 1.11.0
 	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile -m "not long and not gpu" \
 		tests/worker/test_worker_updates.py tests/worker/test_refused_settings.py tests/worker/test_worker_failures.py \
-		tests/worker/test_worker_units.py tests/worker/test_moved.py tests/engine tests/trainer/test_trainers.py tests/trainer/test_rollout_client.py \
+		tests/worker/test_worker_units.py tests/worker/test_moved.py tests/worker/test_latent_attention.py tests/engine tests/trainer/test_trainers.py tests/trainer/test_rollout_client.py \
 		tests/trainer/test_rollouts_ahead.py tests/trainer/test_stale_correction.py tests/trainer/test_fleet.py \
 		tests/trainer/test_weight_transfer.py
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from delta_sync.errors import IntegrityError, MappingError
+from delta_sync.errors import DeltaSyncError, IntegrityError, MappingError
 from vllm_delta_plugin.compat import fp8_seam
+from vllm_delta_plugin.compat.mla_seam import Reader
+from vllm_delta_plugin.compat.process_seam import parameters_of
 from vllm_delta_plugin.coverage import WeightMap
-from vllm_delta_plugin.live_storage import live_storage
+from vllm_delta_plugin.live_storage import LiveStorage, live_storage
 from vllm_delta_plugin.log import logger
 from vllm_delta_plugin.requantised import Box, Module, Process, Requantised, differences, made_storage
 from vllm_delta_plugin.shadow import ShadowStorage, shadow_bytes
 
 Modules = Mapping[str, torch.nn.Module]
+Readers = Mapping[torch.nn.Module, Reader]  # by what they read
 
 
 def add_shadows(weights: WeightMap, modules: Modules) -> None:
@@ -34,10 +37,10 @@ def add_shadows(weights: WeightMap, modules: Modules) -> None:
     weights.requantised = requantised
 
 
-def finish(weights: WeightMap, modules: Modules) -> None:
+def finish(weights: WeightMap, modules: Modules, readers: Readers) -> None:
     """Once vLLM has processed them: drop the copies of what it left alone, and prove that the rest can be made again.
 
-    MappingError or IntegrityError if a module cannot be followed.
+    ``readers`` made something of some of them. MappingError or IntegrityError if a module cannot be followed.
     """
     requantised = weights.requantised
     assert requantised is not None
@@ -57,12 +60,23 @@ def finish(weights: WeightMap, modules: Modules) -> None:
                 remedy="serve with --moe-backend triton",
             )
         loaded, untouched = _loaded(weights, name, module)
-        if untouched == frozenset(loaded):
+        reader = readers.get(module)
+        if untouched == frozenset(loaded) and reader is None:
             continue
-        made = _made(weights, name, module, untouched)
-        found = Module(name, _processor(module), loaded, untouched, made)
-        with _as_when_staging():
-            again = differences(weights.storages, found, {})
+        try:
+            made = _made(weights, _served(name, module, untouched, reader))
+            found = Module(name, _processor(module, reader), loaded, untouched, made)
+            with _as_when_staging():
+                again = differences(weights.storages, found, {})
+        except DeltaSyncError:
+            raise
+        except Exception as error:  # foreign code may expect what a scratch module lacks, or more memory than there is
+            raise MappingError(
+                f"weights of module {name!r}",
+                expected="processed once more",
+                got=f"{type(error).__name__}: {error}",
+                remedy="serve the unquantised checkpoint",
+            ) from error
         if again:
             raise IntegrityError(
                 f"what vLLM makes of module {name!r}",
@@ -92,9 +106,17 @@ def _as_when_staging() -> Iterator[None]:
         torch.set_default_dtype(loading)
 
 
-def _processor(module: torch.nn.Module) -> Process:
+def _processor(module: torch.nn.Module, reader: Reader | None) -> Process:
     method = module.quant_method  # vLLM may put another in its place later
-    return lambda loaded: fp8_seam.process(module, method, loaded)
+
+    def process(loaded: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        scratch = fp8_seam.process(module, method, loaded)
+        made = parameters_of(scratch)
+        if reader is not None:
+            made |= {f"{reader.name}.{part}": tensor for part, tensor in reader.make(scratch).items()}
+        return made
+
+    return process
 
 
 def _loaded(weights: WeightMap, name: str, module: torch.nn.Module) -> tuple[dict[str, Box], frozenset[str]]:
@@ -105,7 +127,16 @@ def _loaded(weights: WeightMap, name: str, module: torch.nn.Module) -> tuple[dic
         number = numbers[copy.untyped_storage().data_ptr()]
         loaded[part] = Box.of(number, copy)
         live = module._parameters.get(part)
-        if live is not None and _same(live, copy):
+        if live is None:
+            continue
+        elsewhere = numbers.get(live.untyped_storage().data_ptr())
+        if elsewhere is not None:  # another module's too (a router's bias), which deltas change there
+            if weights.tensors_in(number):
+                raise _not_its_own(f"{name}.{part}")
+            loaded[part] = Box.of(elsewhere, live)
+            weights.storages[number] = weights.storages[elsewhere]
+            untouched.add(part)
+        elif _same(live, copy):
             untouched.add(part)
             weights.storages[number] = live_storage(f"{name}.{part}", live)
     for part in untouched:
@@ -121,20 +152,48 @@ def _same(live: torch.Tensor, copy: torch.Tensor) -> bool:
     return torch.equal(live.detach().cpu().view(torch.uint8), copy.detach().view(torch.uint8))
 
 
-def _made(weights: WeightMap, name: str, module: torch.nn.Module, untouched: frozenset[str]) -> dict[str, Box]:
-    numbers, made = _numbers(weights), {}
-    for part, tensor in module._parameters.items():
-        if tensor is None or part in untouched:
-            continue
-        owner, address = f"{name}.{part}", tensor.untyped_storage().data_ptr()
-        if address in numbers:  # a commit would flip its bits twice
-            raise MappingError(f"parameter {owner!r}", expected="memory of its own", got="another parameter's")
-        weights.storages.append(made_storage(owner, tensor))
-        numbers[address] = len(weights.storages) - 1
+def _served(
+    name: str, module: torch.nn.Module, untouched: frozenset[str], reader: Reader | None
+) -> dict[str, tuple[str, torch.Tensor]]:
+    """What was made of the module, of itself and of its reader, each with its owner's name."""
+    own = parameters_of(module)
+    found = {part: (f"{name}.{part}", tensor) for part, tensor in own.items() if part not in untouched}
+    if reader is not None:
+        parts = [(f"{reader.name}.{part}", getattr(reader.module, part)) for part in reader.make(module)]
+        found |= {owner: (owner, tensor) for owner, tensor in parts}
+    return found
+
+
+def _made(weights: WeightMap, served: Mapping[str, tuple[str, torch.Tensor]]) -> dict[str, Box]:
+    """Their places in storages that are added; MappingError where one would be written twice: a commit flips bits."""
+    known, numbers = len(weights.storages), _numbers(weights)
+    made: dict[str, Box] = {}
+    for part, (owner, tensor) in served.items():
+        address = tensor.untyped_storage().data_ptr()
+        if address not in numbers:
+            weights.storages.append(made_storage(owner, tensor))
+            numbers[address] = len(weights.storages) - 1
         made[part] = Box.of(numbers[address], tensor)
+        storage = weights.storages[numbers[address]]
+        shared = [box for box in made.values() if box.storage == numbers[address]]
+        alike = storage.bits.element_size() == tensor.element_size()
+        if numbers[address] < known or not alike or (len(shared) > 1 and _overlap(storage, shared)):
+            raise _not_its_own(owner)
     return made
 
 
+def _not_its_own(owner: str) -> MappingError:
+    return MappingError(f"parameter {owner!r}", expected="memory of its own", got="another parameter's")
+
+
+def _overlap(storage: LiveStorage, boxes: Sequence[Box]) -> bool:
+    times = torch.zeros_like(storage.bits, dtype=torch.int8)
+    for box in boxes:
+        times.as_strided(box.shape, box.strides, box.offset).add_(1)
+    return bool((times > 1).any())
+
+
 def _numbers(weights: WeightMap) -> dict[int, int]:
-    """Storage numbers by address."""
-    return {storage.bits.untyped_storage().data_ptr(): i for i, storage in enumerate(weights.storages)}
+    """Storage numbers by address, the first of each: there the map puts what deltas change."""
+    numbered = reversed(list(enumerate(weights.storages)))
+    return {storage.bits.untyped_storage().data_ptr(): i for i, storage in numbered}

@@ -48,10 +48,17 @@ _VISION = {
     "num_heads": 2,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "out_hidden_size": 128,
     "patch_size": vision_files.PATCH,
 }
 _LEARNED_PLACES = {"num_position_embeddings": 16}
+_IN_BLOCKS = {  # every part of a fused matrix a multiple of 128
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "intermediate_size_mlp": 512,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "num_attention_heads": 8,
+}
 
 
 @dataclass(frozen=True)
@@ -71,27 +78,31 @@ class Family:
         """Whether it is a mixture of experts."""
         return any("experts" in setting for setting in self.settings)
 
-    def config(self) -> Any:
-        """The transformers config."""
+    def config(self, wide: bool = False) -> Any:
+        """The transformers config; ``wide``: of sizes that fp8 in blocks can have."""
         import transformers
 
         settings = _TEXT | self.settings
+        if wide:
+            settings |= {name: size for name, size in _IN_BLOCKS.items() if name in settings}
+            settings["num_key_value_heads"] *= 2
         if self.vision is not None:
             tied = settings.get("tie_word_embeddings", False)
-            parts = {"text_config": settings, "vision_config": _VISION | self.vision}
+            seen = _VISION | {"out_hidden_size": settings["hidden_size"]} | self.vision
+            parts = {"text_config": settings, "vision_config": seen}
             settings = {**parts, **vision_files.TOKEN_IDS, "tie_word_embeddings": tied}
         return getattr(transformers, self.config_class)(**settings)
 
-    def make(self, folder: Path) -> Path:
+    def make(self, folder: Path, wide: bool = False) -> Path:
         """Write a random bfloat16 checkpoint, always the same; its folder."""
-        return Path(shutil.copytree(_made(self.name), folder))
+        return Path(shutil.copytree(_made(self.name, wide), folder))
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, wide: bool = False) -> None:
         """Make that checkpoint, which transformers cannot once vLLM has served the family with its classes."""
         import transformers
 
         torch.manual_seed(0)
-        config = self.config()
+        config = self.config(wide)
         config.dtype = torch.bfloat16
         create = getattr(transformers, self.model_class)
         create = getattr(create, "from_config", None) or create._from_config
@@ -108,11 +119,11 @@ class Family:
 
 
 @cache
-def _made(name: str) -> Path:
+def _made(name: str, wide: bool) -> Path:
     """A family's checkpoint, made once in a process."""
     folder = Path(tempfile.mkdtemp(prefix="family-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    FAMILIES[name].write(folder)
+    FAMILIES[name].write(folder, wide)
     return folder
 
 

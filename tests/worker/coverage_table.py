@@ -14,7 +14,8 @@ from helpers.families import FAMILIES
 
 DOC = Path(__file__).parents[2] / "docs" / "COVERAGE.md"
 WRITING = os.environ.get("DELTA_SYNC_WRITE_COVERAGE") == "1"
-COLUMNS = ("one worker", "one worker, GPU", "TP=2", "TP=2, EP", "PP=2", "fp8, online", "fp8, in blocks")
+_ON_GPU = ("one worker, GPU", "fp8, online, GPU", "fp8, in blocks, GPU")
+COLUMNS = ("one worker", "TP=2", "TP=2, EP", "PP=2", "fp8, online", "fp8, in blocks", *_ON_GPU)
 _BEGIN, _END = "<!-- coverage:begin, written by `make coverage-table` -->", "<!-- coverage:end -->"
 
 

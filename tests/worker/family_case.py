@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fp8_checkpoint
 import numpy as np
 import pytest
 import tiny_models
@@ -103,14 +104,19 @@ def update(live: Replica, publisher: Publisher, new: dict[str, torch.Tensor]) ->
     return None
 
 
-def serve(family: Family, folder: Path, **more: Any) -> Outcome:
-    """Serve the family, with ``more`` options, update, compare with a fresh engine; AssertionError if they differ."""
-    old = family.make(folder / "old")
-    values = tiny_models.tensors(old)
-    new = nudged(values, 0.1, seed=1)
+def serve(family: Family, folder: Path, blocks: bool = False, **more: Any) -> Outcome:
+    """Serve the family, with ``more`` options, update, compare with a fresh engine; AssertionError if they differ.
+
+    ``blocks``: as a checkpoint in blocks of fp8.
+    """
+    plain = family.make(folder / "plain", wide=blocks)
+    stored, write = (fp8_checkpoint.in_blocks, fp8_checkpoint.write) if blocks else (dict, tiny_models.rewrite)
+    values = tiny_models.tensors(plain)
+    values, new = stored(values), stored(nudged(values, 0.1, seed=1))
+    old = write(plain, folder / "old", values)
     options: dict[str, Any] = {**SMALL, **family.serve, **more}
     say = partial(answers, sees=family.vision is not None)
-    with quick_start(), replica(tiny_models.rewrite(old, folder / "new", new), **options) as fresh:
+    with quick_start(), replica(write(plain, folder / "new", new), **options) as fresh:
         fresh_answers, expected = say(fresh), everything(fresh.model)  # rotary tables change type when first used
     with quick_start(), replica(old, **options) as live:
         publisher = Publisher(folder / "run", as_served(values))
@@ -124,9 +130,8 @@ def serve(family: Family, folder: Path, **more: Any) -> Outcome:
         wrong = differing(everything(live.model), expected)
         assert not wrong, wrong
         assert say(live) == fresh_answers != old_answers
-        rearranged = weight_map(live.model).rearranged
-        del live
+        weights = weight_map(live.model)
+        found = "rearranged" if weights.rearranged else "requantised" if weights.requantised else "direct"
+        del live, weights
     gc.collect()
-    if rearranged:
-        return Outcome("rearranged")
-    return Outcome("requantised" if attached["shadow_bytes"] else "direct")
+    return Outcome(found)

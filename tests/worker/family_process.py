@@ -1,7 +1,7 @@
-"""Cases of families in a process of its own, where torchvision can be imported: the tests' own stays as users' are.
+"""Families served in a process of its own, where torchvision can be imported: the tests' own stays as users' are.
 
-Run as ``python family_process.py``: reads jobs, ``[case, family, folder, options]`` a line, and prints each one's
-outcome, or its error, as a line of JSON.
+Run as ``python family_process.py``: reads jobs, ``[family, folder, options]`` a line, and prints each one's outcome,
+or its error, as a line of JSON.
 """
 
 from __future__ import annotations
@@ -22,42 +22,22 @@ if __name__ == "__main__":
 
     plain_torchvision.install()  # before transformers is imported, which looks once
 
-import fp8_checkpoint
 from family_case import Outcome, serve
 from helpers.child import child
 from helpers.families import FAMILIES, Family
-from test_refused_settings import settings
-
-from delta_sync.errors import MappingError
-from vllm_delta_plugin.refusals import check_config
 
 Case = Callable[..., Outcome]
 NO_KERNEL = "vLLM's fp8 kernels for it on a CPU need AMX, or are none"
 
 
-def in_blocks(family: Family, folder: Path) -> Outcome:
-    """What the plugin says of the settings of a checkpoint in blocks of fp8."""
-    model = family.make(folder / "model")
-    described = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**described, "quantization_config": fp8_checkpoint.SETTINGS}))
-    try:
-        check_config(settings(model))
-    except MappingError as error:
-        return Outcome("refused", str(error))
-    return Outcome("not run", NO_KERNEL)
-
-
-CASES: dict[str, Case] = {case.__name__: case for case in (serve, in_blocks)}
-
-
 @contextmanager
 def apart() -> Iterator[Case]:
-    """What does a case, given before its arguments, in one process for all; RuntimeError if vLLM raised one there."""
+    """``serve`` in one process for all; RuntimeError if vLLM raised one there."""
     command = [sys.executable, __file__]
     with child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
 
-        def ask(case: Case, family: Family, folder: Path, **options: Any) -> Outcome:
-            process.stdin.write(json.dumps([case.__name__, family.name, str(folder), options]) + "\n")
+        def ask(family: Family, folder: Path, **options: Any) -> Outcome:
+            process.stdin.write(json.dumps([family.name, str(folder), options]) + "\n")
             answers = (json.loads(line) for line in process.stdout if line.startswith(('{"cell"', '{"error"')))
             answer = next(answers, {"error": "the process ended", "vllms": False})  # within the test's own time
             if "error" in answer:
@@ -69,9 +49,9 @@ def apart() -> Iterator[Case]:
 
 def main() -> None:
     for line in sys.stdin:
-        case, name, folder, options = json.loads(line)
+        name, folder, options = json.loads(line)
         try:
-            answer = asdict(CASES[case](FAMILIES[name], Path(folder), **options))
+            answer = asdict(serve(FAMILIES[name], Path(folder), **options))
         except Exception as error:  # noqa: BLE001 - raised by who asked
             traceback.print_exc()
             answer = {"error": str(error), "vllms": isinstance(error, ValueError | RuntimeError)}

@@ -9,6 +9,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 import tiny_models
 import torch
 from family_case import SMALL, answers, differing, everything, quick_start
+from helpers.families import FAMILIES
 from publishing import Publisher, nudged
 from replica import Replica, replica
 
@@ -28,6 +30,8 @@ from vllm_delta_plugin.proof import Layout, prove
 
 Values = Mapping[str, torch.Tensor]
 DIMENSIONS = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # every part a multiple of 128
+QWEN3 = partial(tiny_models.make, "qwen3", **DIMENSIONS)
+LATENT, PROJECTION = partial(FAMILIES["DeepSeek-V3"].make, wide=True), "model.layers.1.self_attn.kv_b_proj"
 SCANS = 8  # after which every module was looked at
 
 
@@ -38,27 +42,37 @@ class Kind:
     options: dict[str, Any]
     stored: Callable[[Values], dict[str, torch.Tensor]] = dict
     write: Callable[[Path, Path, Values], Path] = tiny_models.rewrite
-    model: str = "qwen3"
+    make: Callable[[Path], Path] = QWEN3
+    damaged: str = "model.layers.1.self_attn.o_proj"  # a module of which a bit is flipped
 
 
 KINDS = {
     "per channel": Kind({"quantization": "fp8_per_channel"}),
     "per tensor": Kind({"quantization": "fp8"}),
     "per block": Kind({"quantization": "fp8_per_block"}),
-    "experts, per tensor": Kind({"quantization": "fp8"}, model="qwen3_moe"),
+    "experts, per tensor": Kind({"quantization": "fp8"}, make=partial(tiny_models.make, "qwen3_moe", **DIMENSIONS)),
     "checkpoint in blocks": Kind({}, fp8_checkpoint.in_blocks, fp8_checkpoint.write),
+    "latent attention, per block": Kind({"quantization": "fp8_per_block"}, make=LATENT, damaged=PROJECTION),
+    "latent attention in blocks": Kind({}, fp8_checkpoint.in_blocks, fp8_checkpoint.write, LATENT, PROJECTION),
 }
 NO_KERNEL = "vLLM has no kernel for it on this CPU"
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_KERNEL)
 IN_BLOCKS = pytest.mark.skipif(not (torch.cuda.is_available() or torch.cpu._is_amx_tile_supported()), reason=NO_KERNEL)
 RARE = () if torch.cuda.is_available() else (pytest.mark.long, pytest.mark.rare)
-RUN = {"per channel": (), "per block": (IN_BLOCKS, *RARE), "checkpoint in blocks": IN_BLOCKS}
+RUN = {
+    "per channel": (),
+    "per block": (IN_BLOCKS, *RARE),
+    "checkpoint in blocks": IN_BLOCKS,
+    "latent attention, per block": (IN_BLOCKS, *RARE),
+    "latent attention in blocks": (IN_BLOCKS, *RARE),
+}
 
 
 @dataclass
 class Case:
     """A live replica at the origin of its run, and what fresh engines serve of the versions to come."""
 
+    kind: Kind
     live: Replica
     publisher: Publisher
     attached: dict[str, Any]
@@ -100,7 +114,7 @@ class Case:
 @pytest.fixture(scope="module", params=[pytest.param(k, marks=RUN.get(k, ON_GPU)) for k in KINDS])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     kind, folder = KINDS[request.param], tmp_path_factory.mktemp("fp8")
-    plain = tiny_models.make(kind.model, folder / "plain", **DIMENSIONS)
+    plain = kind.make(folder / "plain")
     steps = [tiny_models.tensors(plain)]
     steps += [nudged(steps[0], 0.1, seed=1)]
     steps += [nudged(steps[1], 0.001, seed=2)]
@@ -118,7 +132,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         attached = live.attach(publisher.uri)
         said.insert(0, answers(live))
         fresh.insert(0, everything(live.model))
-        yield Case(live, publisher, attached, versions, fresh, said)
+        yield Case(kind, live, publisher, attached, versions, fresh, said)
 
 
 def test_versions_are_served_as_a_fresh_load_serves_them(case: Case, tmp_path: Path) -> None:
@@ -192,15 +206,14 @@ def test_an_anchor_is_taken(case: Case, tmp_path: Path, dense: bool) -> None:
 
 def test_what_is_served_is_scanned_and_made_anew(case: Case, tmp_path: Path) -> None:
     case.begin(tmp_path)
-    if not case.attached["shadow_bytes"]:
+    weights = weight_map(case.live.model)
+    if not weights.requantised:
         pytest.skip("served as it is stored: the digests are those of what is served")
     assert audited(case.live) == {None}
-    damaged = "model.layers.1.self_attn.o_proj"
-    weights = weight_map(case.live.model)
-    made = next(module.made for module in weights.requantised.modules if module.name == damaged)
-    box = next(iter(made.values()))
+    made = next(module.made for module in weights.requantised.modules if module.name == case.kind.damaged)
+    box = list(made.values())[-1]  # latent attention's own, where it made something
     weights.storages[box.storage].bits[box.offset] ^= 1
-    assert audited(case.live) == {None, damaged}
+    assert audited(case.live) == {None, case.kind.damaged}
     origin = case.publisher.origin
     (staged,) = case.live.stage(Plan(origin, "live", None, (), {}))
     assert (staged["state"], staged["changed"], staged["parts"]) == ("staged", 0, {})
@@ -237,9 +250,25 @@ def test_what_is_proven_are_the_elements_of_the_checkpoint(case: Case, tmp_path:
     assert case.attached["shadow_bytes"] <= 2 * sum(math.prod(shape) for _, shape in found.values())
 
 
+def with_a_scale_of_torchs_default_type(layer: Any) -> None:
+    layer.weight_scale = torch.nn.Parameter(layer.weight_scale.to(torch.get_default_dtype()), requires_grad=False)
+
+
+def once_only(layer: Any) -> None:
+    if torch.get_default_dtype() == torch.float32:
+        raise ValueError("it is too late")
+
+
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (with_a_scale_of_torchs_default_type, "that vLLM makes of module 'model.layers.0.self_attn.qkv_proj'"),
+        (once_only, "module 'model.layers.0.self_attn.qkv_proj', expected processed once more, got ValueError: it is"),
+    ],
+)
 def test_what_would_be_made_otherwise_than_while_loading_is_refused_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    more: Callable[[Any], None], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While vLLM loads, torch's default type is the model's; when a version is staged it is not."""
     from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod as Method
@@ -248,11 +277,11 @@ def test_what_would_be_made_otherwise_than_while_loading_is_refused_at_the_start
 
     def process(self: Any, layer: Any) -> None:
         original(self, layer)
-        layer.weight_scale = torch.nn.Parameter(layer.weight_scale.to(torch.get_default_dtype()), requires_grad=False)
+        more(layer)
 
     monkeypatch.setattr(Method, "process_weights_after_loading", process)
     model = tiny_models.make("qwen3", tmp_path / "plain", **DIMENSIONS)
     with quick_start(), replica(model, **SMALL, quantization="fp8_per_channel") as live:
         (reply,) = live.rpc("attach", {"uri": str(tmp_path)})
     assert not reply["ok"]
-    assert "that vLLM makes of module 'model.layers.0.self_attn.qkv_proj'" in reply["error"]["error"]
+    assert said in reply["error"]["error"]

@@ -250,11 +250,15 @@ def test_where_the_model_is_says_the_storage_that_is_no_shadow() -> None:
 
 def test_what_is_made_lies_alone_in_its_memory() -> None:
     """Two parameters in one place would be flipped twice by a commit, which is not at all."""
-    module = torch.nn.Module()
-    module.weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-    module.other = torch.nn.Parameter(module.weight.data.view(2, 2))
-    with pytest.raises(MappingError, match=r"'m.other'.*memory of its own"):
-        quantised_load._made(WeightMap(), "m", module, frozenset())
+    memory = torch.zeros(4, 2, dtype=torch.bfloat16)
+    left, right, whole = memory[:, :1], memory[:, 1:], memory.view(2, 4)
+    beside = quantised_load._made(WeightMap(), {"left": ("m.left", left), "right": ("m.right", right)})
+    assert [(box.storage, box.offset) for box in beside.values()] == [(0, 0), (0, 1)]
+    for other in (whole, memory.view(torch.int8)[:, 3:]):
+        with pytest.raises(MappingError, match=r"'m.other'.*memory of its own"):
+            quantised_load._made(WeightMap(), {"right": ("m.right", right), "other": ("m.other", other)})
+    with pytest.raises(MappingError, match=r"'m.left'.*memory of its own"):
+        quantised_load._made(WeightMap([live_storage("w", memory)]), {"left": ("m.left", left)})
 
 
 def test_a_scan_that_commits_never_leave_alone_gives_up() -> None:

@@ -180,10 +180,11 @@ class _Made(Exception):
     """The weights are made; what follows is a kernel, which nobody needs."""
 
 
-def process(module: torch.nn.Module, method: Any, loaded: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What ``method`` makes of these parameters of the module, which itself stays as it is; on the current stream."""
+def process(module: torch.nn.Module, method: Any, loaded: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """What ``method`` makes of the module with these parameters; itself it stays as it is; on the current stream."""
     known = captured(module).parameters
-    attributes = {name: value for name, value in vars(module).items() if name != _DONE} | {_SCRATCH: True}
+    attributes = {name: value for name, value in vars(module).items() if name != _DONE}
+    attributes |= {_SCRATCH: True, "quant_method": method}
     method = copy.copy(method)
     if hasattr(method, _KERNEL):
         vars(method)[_KERNEL] = _made

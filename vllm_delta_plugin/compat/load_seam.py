@@ -12,6 +12,7 @@ import torch
 from delta_sync.errors import DeltaSyncError, MappingError
 from vllm_delta_plugin.after_loading import Fingerprint, verify_direct
 from vllm_delta_plugin.compat import fp8_seam
+from vllm_delta_plugin.compat.mla_seam import readers
 from vllm_delta_plugin.compat.process_seam import Unprocessed, unprocessed
 from vllm_delta_plugin.compat.seam import require
 from vllm_delta_plugin.coverage import WeightMap, add_tied_names, map_weights
@@ -49,7 +50,7 @@ def install() -> None:
         before = _before(model, model_config)
         original(model, model_config, target_device)
         if before is not None:
-            _after(model, before)
+            _after(model, before, model_config.dtype)
 
     observed.__delta_sync_wraps__ = True  # type: ignore[attr-defined]
     setattr(base_loader, _NAME, observed)
@@ -88,14 +89,14 @@ def _before(model: Any, model_config: Any) -> _Before | None:
     return _Before(fingerprint, quantised, plain)
 
 
-def _after(model: Any, before: _Before) -> None:
+def _after(model: Any, before: _Before, dtype: torch.dtype) -> None:
     from vllm_delta_plugin.quantised_load import finish
 
     weights = _MAPS[model]
     assert isinstance(weights, WeightMap)
     try:
         if before.quantised:
-            finish(weights, before.quantised)
+            finish(weights, before.quantised, readers(model, dtype))
         verify_direct(model, weights, before.fingerprint, before.plain)
         add_tied_names(model, weights)
     except DeltaSyncError as error:

@@ -45,18 +45,20 @@ class Unprocessed:
         MappingError if other ranks have a part in it.
         """
         like = {name: as_parameter(tensor, self.parameters[name]) for name, tensor in parameters.items()}
-        with _Alone():  # type: ignore[no-untyped-call]
-            return again(self.kind, self.attributes, self.method, like)
+        with Alone():
+            return parameters_of(again(self.kind, self.attributes, self.method, like))
 
 
-class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Meanwhile torch's and vLLM's own exchanges between ranks are refused: others may not be there to take part."""
+
+    def __init__(self, what: str = "what vLLM makes of it") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._what = what
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in _BETWEEN_RANKS or (func.namespace == "vllm" and _EXCHANGE.search(str(func))):
-            raise MappingError(
-                "what vLLM makes of it", expected="of this rank's weights alone", got=f"a call of {func}"
-            )
+            raise MappingError(self._what, expected="of this rank's weights alone", got=f"a call of {func}")
         return func(*args, **kwargs or {})
 
 
@@ -81,12 +83,12 @@ def again(
     method: Any,
     parameters: Mapping[str, torch.Tensor],
     stop: type[Exception] | None = None,
-) -> dict[str, torch.Tensor]:
-    """The parameters that a copy of ``method`` leaves a scratch module with, also if it raises ``stop``.
+) -> torch.nn.Module:
+    """A scratch module as a copy of ``method`` leaves it, also if it raises ``stop``.
 
     On the current stream. What the scratch module is given, or has written to, is its own.
     """
-    scratch = object.__new__(kind)
+    scratch: torch.nn.Module = object.__new__(kind)
     scratch.__dict__.update(attributes)
     scratch.__dict__["_parameters"] = {**dict.fromkeys(attributes["_parameters"]), **parameters}
     buffers: Mapping[str, torch.Tensor | None] = attributes["_buffers"]
@@ -94,7 +96,12 @@ def again(
     scratch.__dict__["_modules"] = dict(attributes["_modules"])
     with torch.no_grad(), suppress(*[stop] if stop else ()):
         getattr(_copy(method), PROCESS)(scratch)
-    return {name: p.detach() for name, p in scratch._parameters.items() if p is not None}
+    return scratch
+
+
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A module's own parameters, by name."""
+    return {name: p.detach() for name, p in module._parameters.items() if p is not None}
 
 
 def _copy(method: Any) -> Any:

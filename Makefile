@@ -25,7 +25,7 @@ test-long: setup
 	$(PY) -m pytest -n 2 --dist loadfile -m "long and not rare and not gpu" $(ARGS)
 	$(MAKE) test-oldest
 
-# What CI has no time for, or no rights: layouts served by two engines, stages with experts, more kinds of packed experts, fp8 online in blocks, 500 steps,
+# What CI has no time for, or no rights: layouts served by two engines, stages with experts, more kinds of packed experts, most of fp8, 500 steps,
 # containers, the two Spaces with a kill, a new user's session. On a quiet machine.
 test-rare: setup
 	$(PY) -m pytest -m "rare and not gpu" $(ARGS)

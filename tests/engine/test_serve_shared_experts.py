@@ -42,6 +42,7 @@ def test_streams_go_on_and_both_engines_commit_at_one_pass(tmp_path: Path) -> No
         _kill_one_engine(server)
 
 
+@pytest.mark.rare
 def test_without_expert_parallelism_every_expert_is_cut_over_the_engines(tmp_path: Path) -> None:
     trainer, starting = followed(tmp_path)
     with starting as server:

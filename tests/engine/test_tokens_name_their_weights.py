@@ -38,7 +38,7 @@ def named_by(token: int) -> tuple[int, int]:
     return embedding + 1, head + 1
 
 
-SPLITS = [(), ("-pp", "2"), pytest.param(("-tp", "2"), marks=pytest.mark.rare)]
+SPLITS = [(), *(pytest.param((split, "2"), marks=pytest.mark.rare) for split in ("-pp", "-tp"))]
 
 
 @pytest.fixture(params=SPLITS, ids=lambda split: "".join(split) or "one")

@@ -118,7 +118,7 @@ def test_deepspeed_publishes_what_the_forward_computes_with(tmp_path: Path, stag
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.rare), "fsdp2"])
 def test_the_memory_benchmark_publishes_equal_versions(strategy: str) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "sharded_memory.py"
     sizes = ["--steps", "20", "--hidden", "256", "--layers", "4"]
@@ -135,7 +135,7 @@ def test_the_memory_benchmark_publishes_equal_versions(strategy: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.rare), "fsdp2", "zero3"])
 def test_the_grpo_benchmark_serves_what_gathering_gives(strategy: str) -> None:
     """Its exit says so: of every version the plugin's live bits, by a hash that knows nothing of our digests."""
     if strategy == "zero3":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -84,13 +83,6 @@ def test_what_is_made_is_what_a_fresh_load_makes_and_nothing_live_is_touched(kin
         assert torch.equal(tensor, getattr(fresh, name)) and tensor.stride() == getattr(fresh, name).stride()
         assert torch.equal(getattr(live, name), before[name]) and not torch.equal(tensor, before[name])
     assert live.impl.dtype is None
-
-
-@pytest.fixture
-def a_group_of_one() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("a_group_of_one")

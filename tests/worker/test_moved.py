@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,13 +80,6 @@ def test_what_is_replaced_is_freed_before_the_map_is_made() -> None:
         swapped, before=lambda model: memory.append(model.a.w13.untyped_storage()._weak_ref()), after=freed
     )
     assert weights.rearranged
-
-
-@pytest.fixture
-def a_group_of_one() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("a_group_of_one")

@@ -9,7 +9,7 @@ import torch
 
 from delta_sync.errors import DeltaSyncError, IntegrityError, MappingError
 from vllm_delta_plugin.compat import fp8_seam
-from vllm_delta_plugin.compat.mla_seam import Reader
+from vllm_delta_plugin.compat.mla_seam import Reader, readers
 from vllm_delta_plugin.compat.process_seam import parameters_of
 from vllm_delta_plugin.coverage import WeightMap
 from vllm_delta_plugin.live_storage import LiveStorage, live_storage
@@ -18,7 +18,6 @@ from vllm_delta_plugin.requantised import Box, Module, Process, Requantised, dif
 from vllm_delta_plugin.shadow import ShadowStorage, shadow_bytes
 
 Modules = Mapping[str, torch.nn.Module]
-Readers = Mapping[torch.nn.Module, Reader]  # by what they read
 
 
 def add_shadows(weights: WeightMap, modules: Modules) -> None:
@@ -37,13 +36,14 @@ def add_shadows(weights: WeightMap, modules: Modules) -> None:
     weights.requantised = requantised
 
 
-def finish(weights: WeightMap, modules: Modules, readers: Readers) -> None:
+def finish(weights: WeightMap, model: torch.nn.Module, modules: Modules, dtype: torch.dtype) -> None:
     """Once vLLM has processed them: drop the copies of what it left alone, and prove that the rest can be made again.
 
-    ``readers`` made something of some of them. MappingError or IntegrityError if a module cannot be followed.
+    ``dtype``: the model's. MappingError or IntegrityError if a module cannot be followed.
     """
-    requantised = weights.requantised
+    requantised, reading = weights.requantised, readers(model, dtype)
     assert requantised is not None
+    twice = fp8_seam.held_twice(model, modules)
     for name, module in modules.items():
         if not fp8_seam.captured(module).alone:
             raise MappingError(
@@ -59,11 +59,13 @@ def finish(weights: WeightMap, modules: Modules, readers: Readers) -> None:
                 got=f"{part}, which vLLM derives from them",
                 remedy="serve with --moe-backend triton",
             )
-        loaded, untouched = _loaded(weights, name, module)
-        reader = readers.get(module)
-        if untouched == frozenset(loaded) and reader is None:
-            continue
+        reader = reading.get(module)
         try:
+            loaded, untouched = _loaded(weights, name, module)
+            if shared := [part for part in loaded if part not in untouched and (name, part) in twice]:
+                raise _not_its_own(f"{name}.{shared[0]}")  # deltas may change the other, of which this is not made
+            if untouched == frozenset(loaded) and reader is None:
+                continue
             made = _made(weights, _served(name, module, untouched, reader))
             found = Module(name, _processor(module, reader), loaded, untouched, made)
             with _as_when_staging():
@@ -75,7 +77,7 @@ def finish(weights: WeightMap, modules: Modules, readers: Readers) -> None:
                 f"weights of module {name!r}",
                 expected="processed once more",
                 got=f"{type(error).__name__}: {error}",
-                remedy="serve the unquantised checkpoint",
+                remedy="serve the unquantised checkpoint, or attention with another --attention-backend",
             ) from error
         if again:
             raise IntegrityError(

@@ -270,8 +270,9 @@ def packed_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM packs experts for its CPU kernel, as it does without the plugin."""
     from vllm import _custom_ops
 
+    from vllm_delta_plugin import worker_extension  # noqa: F401 - keeps experts plain, once in a process: not here, first
+
     module = cpu_moe_seam._module()
-    monkeypatch.setattr(cpu_moe_seam, "install", lambda: None)
     for name in ("cpu_prepack_moe_weight", "cpu_fused_moe"):
         monkeypatch.setattr(module, name, getattr(_custom_ops, name))
 

@@ -43,6 +43,7 @@ _PLAIN = (  # leave weights as they are loaded, or have none
 _BUILD = "initialize_model"
 _DONE, _SCRATCH = f"_already_called_{PROCESS}", "_delta_sync_scratch"
 _CAPTURED = "_delta_sync_captured"  # on the module itself: loaders refer to it, so no weak dictionary would let it go
+_ORIGIN = "_delta_sync_origin"  # on a parameter and its copies: the same object
 _SHARED_SCALES = ("amax_for_tp_weight_quant", "amax_for_moe_weight_quant")  # since 0.30: ranks agree on one scale
 _missing: SeamError | None = None
 _shared = False  # whether the module that is being processed has a scale that other ranks have a part in
@@ -150,10 +151,26 @@ def _why_not(method: Any) -> str | None:
 def captured(module: torch.nn.Module) -> Captured:
     """The module as it was loaded; the copy is made now, unless vLLM has processed the module already."""
     if _CAPTURED not in vars(module):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                vars(parameter).setdefault(_ORIGIN, object())
         parameters = {n: as_parameter(host_copy(p), p) for n, p in module._parameters.items() if p is not None}
         vars(module)[_CAPTURED] = Captured(parameters, alone=True)
     found: Captured = vars(module)[_CAPTURED]
     return found
+
+
+def held_twice(model: torch.nn.Module, modules: Mapping[str, torch.nn.Module]) -> set[tuple[str, str]]:
+    """Of the modules' parameters, (module, name), those that another module held when vLLM processed the first."""
+    names = {module: name for name, module in modules.items()}
+    places: dict[object, set[tuple[str, str]]] = {}
+    for path, module in model.named_modules():
+        copies = captured(module).parameters.items() if module in names else ()
+        for part, parameter in (*module._parameters.items(), *copies):
+            if (origin := getattr(parameter, _ORIGIN, None)) is not None:
+                places.setdefault(origin, set()).add((names.get(module, path), part))
+    shared = (found for found in places.values() if len({module for module, _ in found}) > 1)
+    return {place for found in shared for place in found}
 
 
 def release(module: torch.nn.Module, name: str) -> None:

@@ -12,7 +12,6 @@ import torch
 from delta_sync.errors import DeltaSyncError, MappingError
 from vllm_delta_plugin.after_loading import Fingerprint, verify_direct
 from vllm_delta_plugin.compat import fp8_seam
-from vllm_delta_plugin.compat.mla_seam import readers
 from vllm_delta_plugin.compat.process_seam import Unprocessed, unprocessed
 from vllm_delta_plugin.compat.seam import require
 from vllm_delta_plugin.coverage import WeightMap, add_tied_names, map_weights
@@ -96,7 +95,7 @@ def _after(model: Any, before: _Before, dtype: torch.dtype) -> None:
     assert isinstance(weights, WeightMap)
     try:
         if before.quantised:
-            finish(weights, before.quantised, readers(model, dtype))
+            finish(weights, model, before.quantised, dtype)
         verify_direct(model, weights, before.fingerprint, before.plain)
         add_tied_names(model, weights)
     except DeltaSyncError as error:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from vllm_delta_plugin.compat.process_seam import PROCESS, Alone
+from delta_sync.errors import MappingError
+from vllm_delta_plugin.compat.process_seam import PROCESS, Alone, scratch_of
 
 _PROJECTION, _KERNEL = "kv_b_proj", "impl"
+_MADE = {"W_UK_T", "W_UV"}
 
 
 @dataclass(frozen=True)
@@ -26,26 +29,43 @@ class Reader:
     def make(self, projection: torch.nn.Module) -> dict[str, torch.Tensor]:
         """What it would make of this projection, by attribute; the module itself stays as it is.
 
-        MappingError if other ranks have a part in it.
+        MappingError if it makes more than is known, or other ranks have a part in it.
         """
-        attributes = dict(vars(self.module))
-        scratch = object.__new__(type(self.module))
-        scratch.__dict__.update(attributes)
-        scratch.__dict__["_parameters"] = dict.fromkeys(attributes["_parameters"])  # what is there is written over
-        scratch.__dict__["_modules"] = {**attributes["_modules"], _PROJECTION: projection}
-        if _KERNEL in attributes:
-            scratch.__dict__[_KERNEL] = copy.copy(attributes[_KERNEL])
+        given: dict[str, Any] = dict(vars(self.module))
+        kernel = copy.copy(given.get(_KERNEL))
+        if hasattr(kernel, _PROJECTION):
+            setattr(kernel, _PROJECTION, projection)
+        given |= {"_modules": {**given["_modules"], _PROJECTION: projection}, _KERNEL: kernel}
+        scratch = scratch_of(type(self.module), given, {})  # without parameters: they would be written over
         with torch.no_grad(), Alone(f"what vLLM makes of module {self.name!r}"):
             getattr(scratch, PROCESS)(self.dtype)
-        held = {**scratch._parameters, **vars(scratch)}
-        tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
-        return {name: value.detach() for name, value in tensors.items() if value is not attributes.get(name)}
+        kept = _new(vars(kernel), vars(self.module)[_KERNEL].__dict__) if kernel is not None else {}
+        made = _new({**scratch._parameters, **vars(scratch)}, given)
+        if kept or made.keys() != _MADE:
+            raise MappingError(
+                f"weights of module {self.name!r}",
+                expected=f"{' and '.join(sorted(_MADE))} as all that is made of {_PROJECTION}",
+                got=f"{sorted(made)}, and by {type(kernel).__name__} {sorted(kept)}",
+                remedy="serve the unquantised checkpoint, or with another --attention-backend",
+            )
+        return {name: tensor.detach() for name, tensor in made.items()}
+
+
+def _new(held: dict[str, Any], given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors that were not given, but for scalars: those are settings of the cache."""
+    tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor) and value.ndim}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not given.get(name)}
 
 
 def readers(model: torch.nn.Module, dtype: torch.dtype) -> dict[torch.nn.Module, Reader]:
-    """The modules of latent attention, by the projection they read."""
-    found = {}
+    """The modules of latent attention, by the projection they read; MappingError where two read one."""
+    found: dict[torch.nn.Module, Reader] = {}
     for name, module in model.named_modules():
-        if hasattr(module, PROCESS) and (projection := module._modules.get(_PROJECTION)) is not None:
-            found[projection] = Reader(name, module, dtype)
+        projection = module._modules.get(_PROJECTION)
+        if projection is None or not hasattr(module, PROCESS):
+            continue
+        if projection in found:
+            names = f"{found[projection].name!r} and {name!r}"
+            raise MappingError(f"{_PROJECTION} of modules {names}", expected="one each", got="the same")
+        found[projection] = Reader(name, module, dtype)
     return found

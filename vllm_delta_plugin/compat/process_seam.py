@@ -16,7 +16,8 @@ from delta_sync.errors import MappingError
 
 PROCESS = "process_weights_after_loading"
 _BETWEEN_RANKS = {"c10d", "_c10d_functional"}
-_EXCHANGE = re.compile("all_reduce|all_gather|reduce_scatter|all_to_all|broadcast")
+_VLLMS = {"vllm", "_C"}
+_EXCHANGE = re.compile("all_?reduce|all_?gather|reduce_scatter|all_to_all|broadcast|shm_")
 _HELD = ("_parameters", "_buffers", "_modules")  # of a torch module: what it holds by name
 
 
@@ -50,14 +51,17 @@ class Unprocessed:
 
 
 class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Meanwhile torch's and vLLM's own exchanges between ranks are refused: others may not be there to take part."""
+    """Meanwhile torch's and vLLM's own exchanges between ranks are refused: others may not be there to take part.
+
+    What is compiled runs as it is written meanwhile; if that gave other bits, the proof at the start would find them.
+    """
 
     def __init__(self, what: str = "what vLLM makes of it") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._what = what
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in _BETWEEN_RANKS or (func.namespace == "vllm" and _EXCHANGE.search(str(func))):
+        if func.namespace in _BETWEEN_RANKS or (func.namespace in _VLLMS and _EXCHANGE.search(str(func))):
             raise MappingError(self._what, expected="of this rank's weights alone", got=f"a call of {func}")
         return func(*args, **kwargs or {})
 
@@ -88,14 +92,22 @@ def again(
 
     On the current stream. What the scratch module is given, or has written to, is its own.
     """
+    scratch = scratch_of(kind, attributes, parameters)
+    with torch.no_grad(), suppress(*[stop] if stop else ()):
+        getattr(_copy(method), PROCESS)(scratch)
+    return scratch
+
+
+def scratch_of(
+    kind: type[torch.nn.Module], attributes: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
+) -> torch.nn.Module:
+    """A module with these parameters and no others, and with buffers of its own; the modules it holds are shared."""
     scratch: torch.nn.Module = object.__new__(kind)
     scratch.__dict__.update(attributes)
     scratch.__dict__["_parameters"] = {**dict.fromkeys(attributes["_parameters"]), **parameters}
     buffers: Mapping[str, torch.Tensor | None] = attributes["_buffers"]
     scratch.__dict__["_buffers"] = {name: None if b is None else b.clone() for name, b in buffers.items()}
     scratch.__dict__["_modules"] = dict(attributes["_modules"])
-    with torch.no_grad(), suppress(*[stop] if stop else ()):
-        getattr(_copy(method), PROCESS)(scratch)
     return scratch
 
 

@@ -41,7 +41,7 @@ def finish(weights: WeightMap, model: torch.nn.Module, modules: Modules, dtype: 
 
     ``dtype``: the model's. MappingError or IntegrityError if a module cannot be followed.
     """
-    requantised, reading = weights.requantised, readers(model, dtype)
+    requantised, reading = weights.requantised, readers(model, set(modules.values()), dtype)
     assert requantised is not None
     twice = fp8_seam.held_twice(model, modules)
     for name, module in modules.items():

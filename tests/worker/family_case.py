@@ -65,7 +65,8 @@ def everything(model: torch.nn.Module) -> dict[str, np.ndarray]:
 
 def raw(tensor: torch.Tensor) -> np.ndarray:
     """A tensor's bytes, row-major."""
-    return torch.atleast_1d(tensor.detach()).cpu().contiguous().view(torch.uint8).numpy().copy()
+    copy = torch.atleast_1d(tensor.detach()).cpu().clone(memory_format=torch.contiguous_format)
+    return copy.view(torch.uint8).numpy()
 
 
 def differing(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> list[str]:

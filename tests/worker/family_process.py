@@ -27,7 +27,6 @@ from helpers.child import child
 from helpers.families import FAMILIES, Family
 
 Case = Callable[..., Outcome]
-NO_KERNEL = "vLLM's fp8 kernels for it on a CPU need AMX, or are none"
 
 
 @contextmanager

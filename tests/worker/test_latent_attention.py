@@ -136,11 +136,13 @@ def test_readers_are_found_by_what_they_read() -> None:
     model, plain = torch.nn.Module(), torch.nn.Module()
     model.attn, model.plain = loaded(OlderAttention, 0), plain
     plain.kv_b_proj = model.attn.kv_b_proj  # holds it too, and makes nothing
-    assert readers(model, torch.bfloat16) == {plain.kv_b_proj: Reader("attn", model.attn, torch.bfloat16)}
+    read = {plain.kv_b_proj}
+    assert readers(model, read, torch.bfloat16) == {plain.kv_b_proj: Reader("attn", model.attn, torch.bfloat16)}
     model.other = OlderAttention()
     model.other.kv_b_proj = plain.kv_b_proj
     with pytest.raises(MappingError, match="modules 'attn' and 'other', expected one each"):
-        readers(model, torch.bfloat16)
+        readers(model, read, torch.bfloat16)
+    assert readers(model, set(), torch.bfloat16) == {}, "of what is not quantised they are views"
 
 
 def test_parameters_that_two_modules_hold_are_known_though_one_was_given_another() -> None:

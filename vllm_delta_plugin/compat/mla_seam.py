@@ -6,6 +6,7 @@ Of a projection that is not quantised, ``W_UK_T`` and ``W_UV`` are views; of one
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,14 +33,14 @@ class Reader:
         MappingError if it makes more than is known, or other ranks have a part in it.
         """
         given: dict[str, Any] = dict(vars(self.module))
-        kernel = copy.copy(given.get(_KERNEL))
+        given["_modules"] = {**given["_modules"], _PROJECTION: projection}
+        kernel = given[_KERNEL] = copy.copy(given[_KERNEL])
         if hasattr(kernel, _PROJECTION):
             setattr(kernel, _PROJECTION, projection)
-        given |= {"_modules": {**given["_modules"], _PROJECTION: projection}, _KERNEL: kernel}
         scratch = scratch_of(type(self.module), given, {})  # without parameters: they would be written over
         with torch.no_grad(), Alone(f"what vLLM makes of module {self.name!r}"):
             getattr(scratch, PROCESS)(self.dtype)
-        kept = _new(vars(kernel), vars(self.module)[_KERNEL].__dict__) if kernel is not None else {}
+        kept = _new(vars(kernel), vars(vars(self.module)[_KERNEL]))
         made = _new({**scratch._parameters, **vars(scratch)}, given)
         if kept or made.keys() != _MADE:
             raise MappingError(
@@ -57,12 +58,14 @@ def _new(held: dict[str, Any], given: dict[str, Any]) -> dict[str, torch.Tensor]
     return {name: tensor for name, tensor in tensors.items() if tensor is not given.get(name)}
 
 
-def readers(model: torch.nn.Module, dtype: torch.dtype) -> dict[torch.nn.Module, Reader]:
-    """The modules of latent attention, by the projection they read; MappingError where two read one."""
+def readers(
+    model: torch.nn.Module, projections: Collection[torch.nn.Module], dtype: torch.dtype
+) -> dict[torch.nn.Module, Reader]:
+    """The modules of latent attention, by which of the projections they read; MappingError where two read one."""
     found: dict[torch.nn.Module, Reader] = {}
     for name, module in model.named_modules():
-        projection = module._modules.get(_PROJECTION)
-        if projection is None or not hasattr(module, PROCESS):
+        projection: Any = module._modules.get(_PROJECTION)
+        if projection not in projections or not hasattr(module, PROCESS):
             continue
         if projection in found:
             names = f"{found[projection].name!r} and {name!r}"

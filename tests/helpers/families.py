@@ -58,6 +58,7 @@ _IN_BLOCKS = {  # every part of a fused matrix a multiple of 128
     "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128,
     "num_attention_heads": 8,
+    "q_lora_rank": 128,
 }
 
 
@@ -84,7 +85,7 @@ class Family:
 
         settings = _TEXT | self.settings
         if wide:
-            settings |= {name: size for name, size in _IN_BLOCKS.items() if name in settings}
+            settings |= {name: size for name, size in _IN_BLOCKS.items() if settings.get(name)}
             settings["num_key_value_heads"] *= 2
         if self.vision is not None:
             tied = settings.get("tie_word_embeddings", False)

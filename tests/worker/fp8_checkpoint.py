@@ -42,4 +42,4 @@ def in_blocks(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _is_converted(name: str, value: torch.Tensor) -> bool:
     """As the published checkpoints: no embedding, head, router or part that sees, nothing smaller than a block."""
-    return value.ndim == 2 and "_proj." in name and "visual." not in name and min(value.shape) >= BLOCK
+    return value.ndim == 2 and "_proj" in name and "visual." not in name and min(value.shape) >= BLOCK

@@ -23,7 +23,7 @@ from helpers.tiny_models import build
 pytestmark = pytest.mark.long
 COMMITS = 10
 PROMPT = range(30, 60)
-PATIENCE = 10  # seconds that vLLM gives a step
+PATIENCE = 90  # seconds that vLLM gives a step: with 10, a machine that stood still for a moment lost a node
 
 
 def test_versions_reach_both_nodes_and_losing_one_in_a_commit_ends_the_server(tmp_path: Path) -> None:

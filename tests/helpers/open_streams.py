@@ -41,6 +41,7 @@ class OpenStreams:
     def __init__(self, server: VllmServer, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, there = context.Pipe()
+        self._tail = server.tail
         where = Where(server.url, server.headers)
         arguments = (where, [list(prompt) for prompt in prompts], max_tokens, there)
         self._process = context.Process(target=_read_all, args=arguments, daemon=True)
@@ -85,7 +86,7 @@ class OpenStreams:
         assert self._pipe.poll(_SECONDS), f"no word from the streams within {_SECONDS:g} s"
         answer = self._pipe.recv()
         if isinstance(answer, Exception):
-            raise answer
+            raise AssertionError(f"{answer}; the server's log ends with\n{self._tail()}")
         return answer
 
 

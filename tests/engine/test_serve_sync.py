@@ -11,7 +11,7 @@ from serving_world import PROMPT, World, serve, span
 
 pytestmark = pytest.mark.long
 
-FEW = ("--num-gpu-blocks-override", "20")  # one request of the longest fits, two don't
+FEW = ("--num-gpu-blocks-override", "20", "--block-size", "128")  # one request of the longest fits, two don't
 ARGS = ("--api-key", "first", "--delta-sync-transition", "sync", "--enable-prompt-tokens-details", *FEW)
 LONG = list(range(10, 150))  # 140 tokens; blocks are of 128
 

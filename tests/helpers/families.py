@@ -23,8 +23,8 @@ _UNTIED = {"tie_word_embeddings": False}
 _MLA = {
     "kv_lora_rank": 512,  # with the rope part 576: the only size of vLLM's CPU kernel for this attention
     "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
+    "qk_nope_head_dim": 128,  # as DeepSeek's own: a GPU's kernels take few other sizes
+    "v_head_dim": 128,
     "num_key_value_heads": 4,
     "n_routed_experts": 4,
     "n_shared_experts": 1,
@@ -51,13 +51,16 @@ _VISION = {
     "patch_size": vision_files.PATCH,
 }
 _LEARNED_PLACES = {"num_position_embeddings": 16}
-_IN_BLOCKS = {  # every part of a fused matrix a multiple of 128
+_WIDE = {  # every part of a fused matrix a multiple of 128, and of what is fp8 online of 16
     "hidden_size": 256,
     "intermediate_size": 512,
     "intermediate_size_mlp": 512,
     "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128,
     "num_attention_heads": 8,
+    "num_experts": 16,
+    "linear_num_value_heads": 8,
+    "n_inner": 512,
     "q_lora_rank": 128,
 }
 
@@ -80,12 +83,12 @@ class Family:
         return any("experts" in setting for setting in self.settings)
 
     def config(self, wide: bool = False) -> Any:
-        """The transformers config; ``wide``: of sizes that fp8 in blocks can have."""
+        """The transformers config; ``wide``: of sizes that fp8 can have on every device."""
         import transformers
 
         settings = _TEXT | self.settings
         if wide:
-            settings |= {name: size for name, size in _IN_BLOCKS.items() if settings.get(name)}
+            settings |= {name: size for name, size in _WIDE.items() if settings.get(name)}
             settings["num_key_value_heads"] *= 2
         if self.vision is not None:
             tied = settings.get("tie_word_embeddings", False)
@@ -198,7 +201,7 @@ FAMILIES = {
         Family("Mistral", "MistralConfig", _HEAD),
         Family("Mixtral", "MixtralConfig", {**_HEAD, "num_local_experts": 4}),
         Family("Phi-3", "Phi3Config"),
-        Family("Phi-2", "PhiConfig", {"num_key_value_heads": 4}),
+        Family("Phi-2", "PhiConfig", {"num_key_value_heads": 4, "n_inner": 256}),  # as vLLM 0.26 calls the inner size
         Family("SmolLM3", "SmolLM3Config", {"tie_word_embeddings": True}),
         Family("OLMo 2", "Olmo2Config"),
         Family("GPT-OSS", "GptOssConfig", {**_HEAD, "num_local_experts": 4, "num_experts_per_tok": 2}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ SMALL: dict[str, Any] = {
     "num_gpu_blocks_override": 64,
     "max_num_batched_tokens": 128,
 }
+NOT_LOADED = "vLLM itself left out tensors of the checkpoint"
 
 
 @dataclass(frozen=True)
@@ -105,12 +107,22 @@ def update(live: Replica, publisher: Publisher, new: dict[str, torch.Tensor]) ->
     return None
 
 
-def serve(family: Family, folder: Path, blocks: bool = False, **more: Any) -> Outcome:
+def check_loaded(regions: dict[str, int], publisher: Publisher) -> None:
+    """RuntimeError unless the digests of what vLLM loaded add up to those of the run's origin."""
+    sums: Counter[str] = Counter()
+    for region, digest in regions.items():
+        sums[region.rsplit("|", 3)[0]] += digest
+    published = publisher.origin.tensors
+    if wrong := [name for name, digest in sums.items() if digest % 2**64 != published[name].digest]:
+        raise RuntimeError(f"{NOT_LOADED}: {sorted(wrong)}")
+
+
+def serve(family: Family, folder: Path, blocks: bool = False, wide: bool = False, **more: Any) -> Outcome:
     """Serve the family, with ``more`` options, update, compare with a fresh engine; AssertionError if they differ.
 
-    ``blocks``: as a checkpoint in blocks of fp8.
+    ``blocks``: as a checkpoint in blocks of fp8. RuntimeError if vLLM loaded something else than the checkpoint.
     """
-    plain = family.make(folder / "plain", wide=blocks)
+    plain = family.make(folder / "plain", wide=wide or blocks)
     stored, write = (fp8_checkpoint.in_blocks, fp8_checkpoint.write) if blocks else (dict, tiny_models.rewrite)
     values = tiny_models.tensors(plain)
     values, new = stored(values), stored(nudged(values, 0.1, seed=1))
@@ -124,6 +136,7 @@ def serve(family: Family, folder: Path, blocks: bool = False, **more: Any) -> Ou
         (attached,) = live.rpc("attach", {"uri": publisher.uri})
         if not attached["ok"]:
             return Outcome("refused", attached["error"]["error"])
+        check_loaded(attached["regions"], publisher)
         old_answers = say(live)
         if refused := update(live, publisher, as_served(new)):
             assert say(live) == old_answers

@@ -53,7 +53,7 @@ def main() -> None:
             answer = asdict(serve(FAMILIES[name], Path(folder), **options))
         except Exception as error:  # noqa: BLE001 - raised by who asked
             traceback.print_exc()
-            answer = {"error": str(error), "vllms": isinstance(error, ValueError | RuntimeError)}
+            answer = {"error": str(error), "vllms": isinstance(error, ValueError | RuntimeError | TypeError)}
         print(json.dumps(answer), flush=True)
 
 

@@ -251,8 +251,8 @@ def test_what_is_proven_are_the_elements_of_the_checkpoint(case: Case, tmp_path:
     assert case.attached["shadow_bytes"] <= 2 * sum(math.prod(shape) for _, shape in found.values())
 
 
-def with_a_scale_of_torchs_default_type(layer: Any) -> None:
-    layer.weight_scale = torch.nn.Parameter(layer.weight_scale.to(torch.get_default_dtype()), requires_grad=False)
+def with_scales_of_torchs_default_type_too(layer: Any) -> None:
+    layer.other_scale = torch.nn.Parameter(layer.weight_scale.to(torch.get_default_dtype()), requires_grad=False)
 
 
 def once_only(layer: Any) -> None:
@@ -264,7 +264,7 @@ def once_only(layer: Any) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (with_a_scale_of_torchs_default_type, "that vLLM makes of module 'model.layers.0.self_attn.qkv_proj'"),
+        (with_scales_of_torchs_default_type_too, "that vLLM makes of module 'model.layers.0.self_attn.qkv_proj'"),
         (once_only, "module 'model.layers.0.self_attn.qkv_proj', expected processed once more, got ValueError: it is"),
     ],
 )

@@ -24,12 +24,12 @@ _SIZE = 256
 
 def rehearse(like: LiveStorage, device: Device) -> None:
     """Decode, fold, map, sum up and swap, forth and back, in scratch memory like this storage's."""
-    weights = _scratch(like)
     old = np.zeros(_SIZE, like.dtype.carrier)
     middle, new = old.copy(), old.copy()
     middle[::3], new[::2] = 1, 2
     steps = [_coded(like.dtype, old, middle), _coded(like.dtype, middle, new)]
     with device.reading():
+        weights = _scratch(like)  # here: what reads it waits for its zeros
         folded, alone = (device.builder(weights, limit=2**20) for _ in range(2))
         folded.add_deltas({"rehearsal": fold([decode_delta(step)[1][0] for step in steps])})
         object_ = device.read(_coded(like.dtype, old, new))

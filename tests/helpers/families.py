@@ -99,7 +99,7 @@ class Family:
 
     def make(self, folder: Path, wide: bool = False) -> Path:
         """Write a random bfloat16 checkpoint, always the same; its folder."""
-        return Path(shutil.copytree(_made(self.name, wide), folder))
+        return Path(shutil.copytree(_made(self.name)[wide], folder))
 
     def write(self, folder: Path, wide: bool = False) -> None:
         """Make that checkpoint, which transformers cannot once vLLM has served the family with its classes."""
@@ -123,12 +123,14 @@ class Family:
 
 
 @cache
-def _made(name: str, wide: bool) -> Path:
-    """A family's checkpoint, made once in a process."""
-    folder = Path(tempfile.mkdtemp(prefix="family-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    FAMILIES[name].write(folder, wide)
-    return folder
+def _made(name: str) -> tuple[Path, Path]:
+    """A family's checkpoints, the wide one second, made once in a process and before vLLM serves either."""
+    parent = Path(tempfile.mkdtemp(prefix="family-"))
+    atexit.register(shutil.rmtree, parent, ignore_errors=True)
+    folders = parent / "small", parent / "wide"
+    for wide, folder in enumerate(folders):
+        FAMILIES[name].write(folder, bool(wide))
+    return folders
 
 
 def as_served(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

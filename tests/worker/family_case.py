@@ -136,11 +136,11 @@ def serve(family: Family, folder: Path, blocks: bool = False, wide: bool = False
         (attached,) = live.rpc("attach", {"uri": publisher.uri})
         if not attached["ok"]:
             return Outcome("refused", attached["error"]["error"])
-        check_loaded(attached["regions"], publisher)
         old_answers = say(live)
         if refused := update(live, publisher, as_served(new)):
             assert say(live) == old_answers
             return Outcome("refused", refused)
+        check_loaded(attached["regions"], publisher)
         wrong = differing(everything(live.model), expected)
         assert not wrong, wrong
         assert say(live) == fresh_answers != old_answers

@@ -16,12 +16,13 @@ from delta_sync.dtypes import dtype
 from delta_sync.errors import FormatError
 from delta_sync.tensor_delta import TensorDelta
 from vllm_delta_plugin import gpu_digest, gpu_stage, gpu_swap, live_digest
-from vllm_delta_plugin.commit import HostSwap
+from vllm_delta_plugin.commit import HostSwap, device_of
 from vllm_delta_plugin.coverage import TensorInfo, WeightMap
 from vllm_delta_plugin.gpu_decode import can_decode
 from vllm_delta_plugin.gpu_stage import GpuStageBuilder
 from vllm_delta_plugin.live_storage import SIGNED, LiveStorage
 from vllm_delta_plugin.regions import make_region
+from vllm_delta_plugin.rehearsal import rehearse
 from vllm_delta_plugin.staged import StageBuilder, StageTooLargeError
 from vllm_delta_plugin.transfer import PIECE, PIECES, to_device, to_host, together_to_device
 
@@ -292,3 +293,14 @@ def test_an_object_too_large_to_decode_on_the_gpu_is_left_to_the_host() -> None:
     assert not builder.add_unpacked(object_) and not builder.on_device
     builder.add_deltas({delta.name: [delta] for delta in object_.deltas()})
     assert builder.on_device
+
+
+def test_a_rehearsal_beside_a_busy_stream() -> None:
+    """Its memory is zero when it is read, though the worker's stream does other things first and it held other bits."""
+    [like, *_] = one_model(DEVICE).storages
+    for _ in range(3):
+        before = torch.full((256,), 7, dtype=like.bits.dtype, device=DEVICE)
+        del before
+        if DEVICE.type == "cuda":
+            torch.cuda._sleep(1 << 29)  # some 0.3 s
+        rehearse(like, device_of([like]))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace as Space
 from typing import Any
@@ -132,6 +133,27 @@ class StandsStill(Host):
 
     def prepare(self, updates: object) -> Space:
         return Space(swap=lambda between: None)
+
+
+class InTurn(Host):
+    """A device where only what is made while ``reading`` comes before what is read then, as on a GPU's side stream."""
+
+    def __init__(self) -> None:
+        self.reads = False
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        self.reads = True
+        yield
+        self.reads = False
+
+
+def test_a_rehearsals_memory_is_made_in_turn_with_what_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it is read before it is zero, and a start fails where a GPU is busy."""
+    device, zeros, made = InTurn(), torch.zeros, []
+    monkeypatch.setattr(torch, "zeros", lambda *size, **more: made.append(device.reads) or zeros(*size, **more))
+    rehearse(storages(1)[0], device)
+    assert made == [True]
 
 
 def test_a_rehearsal_finds_out_a_device_that_does_not_swap() -> None:

@@ -181,10 +181,10 @@ def main() -> None:
         if "control" in question:
             action, version = question["control"]
             done = sync.control(action, version, question.get("seconds", 20.0), False, question["order"])
-            return done.result(30.0)
+            return done.result(120.0)
         if "scan" in question:
             found = sync.tensors(True)
-            return found.result(30.0) if isinstance(found, Future) else found
+            return found.result(120.0) if isinstance(found, Future) else found
         bits = {name: value.tobytes().hex() for name, value in rank.live.items()}
         ours = {"bits": bits, "forwards": core.forwards, "mixed": core.mixed, "switch": sys.getswitchinterval()}
         return sync.status() | ours

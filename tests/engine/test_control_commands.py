@@ -74,7 +74,7 @@ def serve() -> Iterator[Callable[..., str]]:
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         servers.append((server, thread))
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not server.started:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -134,7 +134,7 @@ class VllmServer:
         if self._process is not None:
             self.kills += 1
             self._signal(signal.SIGKILL)
-            self._process.wait(30)
+            self._process.wait(120)
 
     def engine(self) -> psutil.Process:
         """The EngineCore process, of one engine."""

@@ -43,7 +43,7 @@ def uri(hub_bucket):
 def replica(uri):
     store = open_store(uri)
     store.follow()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not store._view.answers:
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -64,7 +64,7 @@ def test_what_a_publish_and_a_replica_cost(hub, uri, replica):
     ledger = Ledger(replica)
     position = None
     while position is None or position.version < run.writer.head.version:
-        head = ledger.wait_newer(position, time.monotonic() + 10)
+        head = ledger.wait_newer(position, time.monotonic() + 60)
         position = Position(head.version, head.sha256)
     ledger.head()
     ledger.head()  # the second download of HEAD is believed
@@ -76,7 +76,7 @@ def test_what_a_publish_and_a_replica_cost(hub, uri, replica):
     for _ in range(5):
         run.delta()
         hub.forget()
-        head = ledger.wait_newer(position, time.monotonic() + 10)
+        head = ledger.wait_newer(position, time.monotonic() + 60)
         position = Position(head.version, head.sha256)
         for ref in head.objects:
             ledger.read_object(ref)
@@ -214,7 +214,7 @@ def test_two_trainers_started_together_never_make_a_fork_that_is_served(hub, hub
     together = threading.Barrier(2)
 
     def train(name):
-        together.wait(10)
+        together.wait(60)
         try:
             run = TinyRun(open_store(uri), writer=name)
             run.origin()

@@ -69,11 +69,11 @@ def running(container, log, seconds, **env):
     try:
         yield process
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        process.wait(120)
     finally:
         with contextlib.suppress(ProcessLookupError):
             subprocess.run(["kill", "-9", f"-{process.pid}"], check=False, capture_output=True)
-        process.wait(30)
+        process.wait(120)
 
 
 def inside(container, *words):

@@ -121,8 +121,8 @@ class StandInReplica:
         try:
             plan = self.ledger.plan(self.position, self.state_digest)
         except ChainError as error:
-            assert head is not None
-            self._refuse(Position(head.version, head.sha256), error)
+            if head is not None:  # else the first version came in between: the next look sees it
+                self._refuse(Position(head.version, head.sha256), error)
             return
         if plan is None:
             return

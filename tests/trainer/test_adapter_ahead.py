@@ -34,7 +34,7 @@ def test_a_fleet_of_adapters_runs_ahead(tmp_path: Any) -> None:
     uri, base, seen = f"memory://{uuid.uuid4().hex}", tiny.llama(), EveryStep()
     with ExitStack() as stack:
         replicas = fleet(stack, uri, base, [SERVED, SERVED])
-        sync = DeltaSyncCallback(uri, server_url=[replica.url for replica in replicas], sync_timeout=30,
+        sync = DeltaSyncCallback(uri, server_url=[replica.url for replica in replicas], sync_timeout=120,
                                  lora="adapter", rollouts_ahead=1, max_staleness=1)  # fmt: skip
         trainer = grpo.grpo_trainer(
             tmp_path, model=base, url=None, use_vllm=True, callbacks=[sync, seen, grpo.AheadFirst(sync)],
@@ -55,7 +55,7 @@ def test_one_server_that_cannot_have_the_adapter_is_named_at_the_start(tmp_path:
     uri, base = f"memory://{uuid.uuid4().hex}", tiny.llama()
     with ExitStack() as stack:
         replicas = fleet(stack, uri, base, [SERVED, None])
-        sync = DeltaSyncCallback(uri, server_url=[replica.url for replica in replicas], sync_timeout=30,
+        sync = DeltaSyncCallback(uri, server_url=[replica.url for replica in replicas], sync_timeout=120,
                                  lora="adapter", rollouts_ahead=1, max_staleness=1)  # fmt: skip
         trainer = grpo.grpo_trainer(tmp_path, model=base, url=None, use_vllm=True, callbacks=[sync], peft_config=lora())
         with pytest.raises(MappingError, match=f"{replicas[1].url}, which serves none"):

@@ -191,7 +191,7 @@ def test_grpo_rolls_out_once_the_adapter_is_served(tmp_path: Path) -> None:
     replica = StandInReplica(uri, copy.deepcopy(base))
     replica.lora = SERVED
     with replica.running():
-        sync = DeltaSyncCallback(uri, sync_timeout=30, lora="adapter")
+        sync = DeltaSyncCallback(uri, sync_timeout=120, lora="adapter")
         trainer = grpo.grpo_trainer(tmp_path, model=base, url=replica.url, use_vllm=True, callbacks=[sync, seen],
                                     learning_rate=0.1, peft_config=lora())  # fmt: skip
         trainer.train()
@@ -217,7 +217,7 @@ def test_a_server_that_cannot_have_it_is_named_at_the_start(
     replica = StandInReplica(uri, copy.deepcopy(base))
     replica.lora = served
     with replica.running(), pytest.raises(MappingError, match=said):
-        sync = DeltaSyncCallback(uri, sync_timeout=30, lora="adapter", server_url=replica.url)
+        sync = DeltaSyncCallback(uri, sync_timeout=120, lora="adapter", server_url=replica.url)
         train(tmp_path, uri, peft.get_peft_model(base, lora()), server_url=replica.url)
         sync.close()
     assert bucket.chain(uri) == [], "nothing was published"

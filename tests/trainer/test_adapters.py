@@ -180,7 +180,7 @@ def test_grpo_with_an_adapter_rolls_out_from_merged_weights(tmp_path) -> None:
     frozen = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     replica = StandInReplica(uri, copy.deepcopy(base))
     with replica.running():
-        sync = DeltaSyncCallback(uri, sync_timeout=30)
+        sync = DeltaSyncCallback(uri, sync_timeout=120)
         lora = peft.LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM")
         trainer = grpo.grpo_trainer(tmp_path, model=base, url=replica.url, use_vllm=True, callbacks=[sync, seen],
                                     learning_rate=0.1, peft_config=lora)  # fmt: skip

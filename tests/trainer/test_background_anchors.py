@@ -66,7 +66,7 @@ class Run:
         self.folder, self.store = folder, SlowAnchors(folder)
         self.model = tiny.llama()
         self.image = ServingImage(self.model, lambda name: "BF16")
-        self.config = DeltaSyncConfig.build(str(folder), **{"publish_timeout": 20.0, "anchor_every": 0, **settings})
+        self.config = DeltaSyncConfig.build(str(folder), **{"publish_timeout": 120.0, "anchor_every": 0, **settings})
         self.snapshot = Snapshot(self.image)
         sidecars = sidecar_files(self.model, tiny.tokenizer(), "BF16")
         self.chain = Chain(Ledger(self.store), self.snapshot, self.config, sidecars, 0)
@@ -80,7 +80,7 @@ class Run:
         tiny.nudge(self.model, seed=self.step, scale=1e-2)
         self.publisher.capture(self.image, self.step)
         self.store.let_through(shards)
-        self.publisher.flush(20)
+        self.publisher.flush(120)
         version = self.chain.newest.version
         self.bits[version] = tiny.cast_state(self.model)
         return version
@@ -203,7 +203,7 @@ def test_when_too_much_has_changed_the_next_shard_goes_first(tmp_path: Path, mon
         time.sleep(0.2)
         assert run.chain.newest.version == begun + 1  # waits behind the anchor
         run.store.let_through()
-        run.publisher.flush(20)
+        run.publisher.flush(120)
         assert run.anchors() == [begun]
         run.check_anchor(begun)
 

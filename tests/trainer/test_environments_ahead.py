@@ -114,7 +114,7 @@ def played(folder: Path, *, ahead: int) -> tuple[list[float], Presser, DeltaSync
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=300, num_key_value_heads=1, head_dim=8, **shape))
     tokenizer = byte_tokenizer(QWEN3.read_text())
-    sync = DeltaSyncCallback(uri, sync_timeout=30, rollouts_ahead=ahead, max_staleness=ahead)
+    sync = DeltaSyncCallback(uri, sync_timeout=120, rollouts_ahead=ahead, max_staleness=ahead)
     kind = type("OneRunsRoom", (Room,), {"made": []})
     rows = {"prompt": [[{"role": "user", "content": f"Press {i}."}] for i in range(8)]}
     mine = StillMine()
@@ -174,7 +174,7 @@ def test_a_rollout_function_runs_ahead_too(tmp_path: Path) -> None:
         seen.extend(first)
         return [float(one) for one in first]
 
-    sync = DeltaSyncCallback(uri, sync_timeout=30, rollouts_ahead=1, max_staleness=1)
+    sync = DeltaSyncCallback(uri, sync_timeout=120, rollouts_ahead=1, max_staleness=1)
     held = [sync, grpo.AheadFirst(sync)]
     with StandInReplica(uri, model).running() as replica:
         grpo.grpo_trainer(

@@ -233,7 +233,7 @@ def test_training_goes_on_without_a_server_and_takes_it_back(tmp_path: Any, ahea
     model = tiny.llama()
     with StandInReplica(uri, model).running() as good, StandInReplica(uri, model).running() as bad:
         sync = DeltaSyncCallback(
-            uri, server_url=[good.url, bad.url], sync_timeout=30, fleet_patience=0.5,
+            uri, server_url=[good.url, bad.url], sync_timeout=120, fleet_patience=0.5,
             rollouts_ahead=ahead, max_staleness=ahead,
         )  # fmt: skip
         trouble = Trouble(bad, good, away)
@@ -261,7 +261,7 @@ def test_one_server_with_other_weights_gets_complete_ones(tmp_path: Any) -> None
         StandInReplica(uri, tiny.llama()).running() as good,
         StandInReplica(uri, tiny.llama(seed=4)).running() as other,
     ):
-        sync = DeltaSyncCallback(uri, server_url=[good.url, other.url], sync_timeout=30)
+        sync = DeltaSyncCallback(uri, server_url=[good.url, other.url], sync_timeout=120)
         trainer = grpo.grpo_trainer(
             tmp_path, model=tiny.llama(), url=None, use_vllm=True, callbacks=[sync], max_steps=1
         )

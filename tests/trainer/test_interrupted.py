@@ -76,7 +76,7 @@ def test_in_a_process_that_lives_on_the_last_step_is_published_and_training_can_
     """As in a notebook: nobody exits, nobody closes anything."""
     uri = f"memory://{uuid.uuid4().hex}"
     model, keep = tiny.llama(), KeepSteps()
-    sync = DeltaSyncCallback(uri, sync_timeout=30, anchor_every=0, anchor_chain_ratio=0.0)
+    sync = DeltaSyncCallback(uri, sync_timeout=120, anchor_every=0, anchor_chain_ratio=0.0)
     with StandInReplica(uri, model).running() as replica:
         trainer = grpo.grpo_trainer(
             tmp_path, model=model, url=replica.url, use_vllm=True, callbacks=[sync, keep, failing := Failing()]
@@ -101,7 +101,7 @@ def test_a_resumed_run_takes_server_and_bucket_back_to_its_checkpoint(tmp_path) 
     kept = [KeepSteps(), KeepSteps()]
     with StandInReplica(uri, served).running() as replica:
         for keep, steps, resume in zip(kept, (3, 5), (None, str(tmp_path / "checkpoint-2")), strict=True):
-            sync = DeltaSyncCallback(uri, sync_timeout=30, anchor_every=0, anchor_chain_ratio=0.0)
+            sync = DeltaSyncCallback(uri, sync_timeout=120, anchor_every=0, anchor_chain_ratio=0.0)
             trainer = grpo.grpo_trainer(
                 tmp_path, model=tiny.llama(), url=replica.url, use_vllm=True, callbacks=[sync, keep], max_steps=steps,
                 save_strategy="steps", save_steps=2, lr_scheduler_type="constant",

@@ -31,7 +31,7 @@ def parts(found: dict) -> set[str]:
 def test_each_version_names_the_trace_of_its_own_step(spans: Collector) -> None:
     with running() as run:
         run.metrics.note({"loss": 0.5, "reward": -1, "delta_sync/bytes": 7.0, "text": "no", "bad name": 1.0})
-        run.publisher.flush(20)
+        run.publisher.flush(120)
         run.store.gate.clear()
         traces = []
         for step in (1, 2, 3):
@@ -42,7 +42,7 @@ def test_each_version_names_the_trace_of_its_own_step(spans: Collector) -> None:
         run.store.gate.set()
         run.check()
         versions = bucket.chain(run.uri)
-    tracing.flush(10)
+    tracing.flush(120)
     origin, *deltas = versions
     assert [m.traceparent for m in deltas] == [traces[0].traceparent, traces[2].traceparent]
     assert origin.traceparent is not None and origin.metrics == {}
@@ -58,7 +58,7 @@ def test_each_version_names_the_trace_of_its_own_step(spans: Collector) -> None:
 
 def test_a_commit_that_is_tried_again_keeps_its_trace(spans: Collector) -> None:
     with running() as run:
-        run.publisher.flush(20)
+        run.publisher.flush(120)
         run.store.faults = [("deltas/", False), ("manifests/", True), ("manifests/", False)]
         run.metrics.note({"loss": 0.5})
         trace = tracing.begin("delta_sync.publish", step=1)
@@ -66,7 +66,7 @@ def test_a_commit_that_is_tried_again_keeps_its_trace(spans: Collector) -> None:
         run.publisher.capture(run.image, 1, trace=trace)
         run.check()
         [_, delta] = bucket.chain(run.uri)
-    tracing.flush(10)
+    tracing.flush(120)
     assert (delta.traceparent, delta.metrics) == (trace.traceparent, {"loss": 0.5})
     mine = [span for span in spans.spans if span.trace == str(trace.traceparent)[3:35]]
     assert sorted(span.name for span in mine if span.error == "StoreError")[:1] == ["delta_sync.publish.encode"]

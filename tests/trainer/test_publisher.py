@@ -50,7 +50,7 @@ class Faulty(MemoryStore):
 
     def _write(self, key: str, write: Callable[[], None]) -> None:
         if key.startswith("deltas/"):
-            assert self.gate.wait(20)
+            assert self.gate.wait(120)
         fault = self.faults[0] if self.faults and self.faults[0][0] in key else None
         if fault is None:
             return write()
@@ -69,7 +69,7 @@ class Run:
         self.store = Faulty(self.name)
         self.model = tiny.llama()
         self.image = ServingImage(self.model, lambda name: "BF16")
-        self.config = DeltaSyncConfig.build(self.uri, **{"publish_timeout": 20.0, "refusal_grace": 0.5, **settings})
+        self.config = DeltaSyncConfig.build(self.uri, **{"publish_timeout": 120.0, "refusal_grace": 0.5, **settings})
         self.snapshot = Snapshot(self.image)
         self.metrics = Metrics()
         self.chain = Chain(Ledger(self.store), self.snapshot, self.config, {"config.json": b"{}"}, 0)
@@ -84,7 +84,7 @@ class Run:
             self.publisher.capture(self.image, self.step)
 
     def check(self) -> None:
-        self.publisher.flush(20)
+        self.publisher.flush(120)
         assert bucket.materialise(self.uri) == bucket.cast_bytes(tiny.cast_state(self.model))
         assert {n: b.tobytes() for n, _, _, b in self.snapshot} == bucket.cast_bytes(tiny.cast_state(self.model))
 
@@ -112,7 +112,7 @@ def test_every_step_is_a_version_with_the_models_bits() -> None:
 def test_a_step_without_changes_is_an_empty_version() -> None:
     with running() as run:
         run.publisher.capture(run.image, 1)
-        run.publisher.flush(20)
+        run.publisher.flush(120)
         assert [(m.version, m.changed_elements) for m in bucket.chain(run.uri)] == [(1, 0), (2, 0)]
         covering = run.publisher.covering(1)
         assert covering is not None and covering.version == 2
@@ -135,7 +135,7 @@ def test_changes_that_go_back_while_they_are_published_end_exactly_where_the_mod
     """step 1 is in flight while step 2 undoes it: the waiting changes were none, and must become step 1's inverse."""
     with running() as run:
         before = {name: t.clone() for name, t in run.model.state_dict().items()}
-        run.publisher.flush(20)
+        run.publisher.flush(120)
         run.store.gate.clear()
         run.train(scale=0.05)
         time.sleep(0.1)
@@ -187,7 +187,7 @@ def test_a_step_that_was_never_captured_is_covered_by_the_next_one() -> None:
 
 def test_a_store_that_stays_down_stops_training_at_the_next_hook() -> None:
     with running(publish_timeout=0.6) as run:
-        run.publisher.flush(20)
+        run.publisher.flush(120)
         run.store.faults += [("deltas/", False)] * 100
         run.train()
         with pytest.raises(StoreError, match="injected"):
@@ -203,7 +203,7 @@ def test_a_store_that_stays_down_stops_training_at_the_next_hook() -> None:
 
 def test_a_flush_has_a_deadline_and_says_why() -> None:
     with running() as run:
-        run.publisher.flush(20)
+        run.publisher.flush(120)
         run.store.faults += [("deltas/", False)] * 3
         run.train()
         settle(lambda: run.publisher.last_error is not None)
@@ -219,7 +219,7 @@ def test_a_second_trainer_stops_the_first_and_continues_its_versions() -> None:
         Writer.open(Ledger(open_store(run.uri)))
         run.train()
         with pytest.raises(ConflictError, match="second publisher"):
-            run.publisher.flush(20)
+            run.publisher.flush(120)
 
 
 @pytest.mark.parametrize("at_work", [False, True])
@@ -269,7 +269,7 @@ def test_an_origin_after_a_reset_whose_answer_was_lost_is_not_forked(monkeypatch
 
 def test_the_snapshot_stays_where_the_bucket_is_until_a_commit_is_durable() -> None:
     with running() as run:
-        run.publisher.flush(20)
+        run.publisher.flush(120)
         before = {n: b.tobytes() for n, _, _, b in run.snapshot}
         run.store.gate.clear()
         run.train(scale=0.1)
@@ -283,7 +283,7 @@ def test_anchors_come_every_so_many_versions() -> None:
     with running(anchor_every=3) as run:
         for _ in range(8):
             run.train()
-            run.publisher.flush(20)
+            run.publisher.flush(120)
             settle(lambda: not run.publisher.anchor_wanted)
         anchors = [ref.version for ref in Ledger(open_store(run.uri)).anchors()]
         run.check()
@@ -292,12 +292,12 @@ def test_anchors_come_every_so_many_versions() -> None:
 
 def test_an_anchor_nobody_waits_for_may_fail_without_holding_up_a_version(monkeypatch) -> None:
     with running(anchor_every=1, publish_timeout=0.5) as run:
-        run.publisher.flush(20)
+        run.publisher.flush(120)
         settle(lambda: not run.publisher.anchor_wanted)
         run.store.faults += [("anchors/", False)]
         for _ in range(3):
             run.train()
-            run.publisher.flush(20)
+            run.publisher.flush(120)
             settle(lambda: not run.publisher.anchor_wanted)
         run.check()
         assert run.store.faults == []
@@ -311,7 +311,7 @@ def test_a_full_temporary_disk_is_named(monkeypatch) -> None:
     monkeypatch.setattr("trl_callback.anchor_job.write_shard", full)
     with running(publish_timeout=0.3) as run, pytest.raises(StoreError, match=r"No space left.*TMPDIR"):
         run.train()
-        run.publisher.flush(20)
+        run.publisher.flush(120)
 
 
 def test_a_refused_version_is_put_again_and_then_answered_with_an_anchor() -> None:
@@ -356,7 +356,7 @@ def refuse(run: Run, version: int, *, attempts: int) -> None:
     run.publisher.report({"one": Refusal("one", version, "IntegrityError", "sha256", attempts=attempts)})
 
 
-def settle(done: Callable[[], bool], timeout: float = 20) -> None:
+def settle(done: Callable[[], bool], timeout: float = 120) -> None:
     deadline = time.monotonic() + timeout
     while not done():
         assert time.monotonic() < deadline, "did not come about in time"
@@ -369,7 +369,7 @@ def test_the_store_contract_of_the_stand_in_is_the_real_one() -> None:
 
 def test_a_store_call_that_does_not_return_stops_training_at_the_next_hook() -> None:
     with running(publish_timeout=0.5) as run:
-        run.publisher.flush(20)
+        run.publisher.flush(120)
         run.store.gate.clear()
         run.train()
         deadline = time.monotonic() + 10
@@ -397,7 +397,7 @@ def test_an_acknowledgement_older_than_the_run_is_not_answered(monkeypatch: pyte
     run.publisher.start()
     try:
         run.train()
-        run.publisher.flush(20)
+        run.publisher.flush(120)
         time.sleep(0.5)
         assert Ledger(run.store).anchors() == []
         Ledger(run.store).acknowledge(replace(dead, time=time.time(), refused_version=2))
@@ -411,7 +411,7 @@ def test_an_acknowledgement_older_than_the_run_is_not_answered(monkeypatch: pyte
 
 def test_a_periodic_anchor_that_never_fits_never_stops_training(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(anchor_every=2, publish_timeout=0.5) as run:
-        run.publisher.flush(20)
+        run.publisher.flush(120)
         tried = []
 
         def fails(*, newest: bool) -> None:
@@ -421,7 +421,7 @@ def test_a_periodic_anchor_that_never_fits_never_stops_training(monkeypatch: pyt
         monkeypatch.setattr(run.chain, "advance_anchor", fails)
         for _ in range(12):
             run.train()
-            run.publisher.flush(20)
+            run.publisher.flush(120)
             time.sleep(0.08)
         assert run.chain.newest.version == 13
         assert 2 <= len(tried) <= 7

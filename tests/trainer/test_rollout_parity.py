@@ -54,7 +54,7 @@ def test_only_what_the_model_wrote_counts() -> None:
 
 def test_a_grpo_run_logs_it_every_so_many_steps(tmp_path, uri: str) -> None:
     model = tiny.llama()
-    sync = DeltaSyncCallback(uri, sync_timeout=30, parity_every=2)
+    sync = DeltaSyncCallback(uri, sync_timeout=120, parity_every=2)
     with StandInReplica(uri, model).running() as replica:
         trainer = grpo.grpo_trainer(tmp_path, model=model, url=replica.url, use_vllm=True, callbacks=[sync])
         trainer.train()
@@ -80,7 +80,7 @@ def test_where_trl_has_no_such_numbers_it_says_so_once_and_trains_on(tmp_path, u
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_trainer_that_starts_after_a_reset_writes_complete_weights(tmp_path, uri: str, reset: bool) -> None:
     model = tiny.llama()
-    sync = DeltaSyncCallback(uri, sync_timeout=30)
+    sync = DeltaSyncCallback(uri, sync_timeout=120)
     with StandInReplica(uri, model).running() as replica:
         trainer = grpo.grpo_trainer(
             tmp_path, model=model, url=replica.url, use_vllm=True, callbacks=[sync], max_steps=1

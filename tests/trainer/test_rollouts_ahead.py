@@ -50,7 +50,7 @@ def train(
     folder: Any, uri: str, *, ahead: int, more: list[TrainerCallback] | None = None, staleness: int = 1, **settings: Any
 ) -> tuple[Asked, DeltaSyncCallback, Any]:
     model = tiny.llama()
-    sync = DeltaSyncCallback(uri, sync_timeout=30, rollouts_ahead=ahead, max_staleness=staleness if ahead else 0)
+    sync = DeltaSyncCallback(uri, sync_timeout=120, rollouts_ahead=ahead, max_staleness=staleness if ahead else 0)
     with Asked(uri, model).running() as replica:
         trainer = grpo.grpo_trainer(
             folder,
@@ -204,7 +204,7 @@ def test_weights_that_are_never_served_end_at_the_deadline(tmp_path, uri: str) -
 def test_a_completion_that_is_older_than_allowed_is_generated_anew(tmp_path, uri: str, caplog) -> None:
     """A server that says it used other weights than it was asked for: an operator's rollback, say."""
     model = tiny.llama()
-    sync = DeltaSyncCallback(uri, sync_timeout=30, rollouts_ahead=1, max_staleness=1)
+    sync = DeltaSyncCallback(uri, sync_timeout=120, rollouts_ahead=1, max_staleness=1)
 
     class Liar(Asked):
         def complete(self, body: Any) -> tuple[int, Any]:
@@ -228,7 +228,7 @@ def test_training_goes_on_and_again_and_attached_trainers_run_ahead_too(tmp_path
     model = tiny.llama()
     with Asked(uri, model).running() as replica:
         trainer = grpo.grpo_trainer(tmp_path, model=model, url=replica.url, use_vllm=False, max_steps=2)
-        sync = attach(trainer, uri, server_url=replica.url, sync_timeout=30, rollouts_ahead=1, max_staleness=1)
+        sync = attach(trainer, uri, server_url=replica.url, sync_timeout=120, rollouts_ahead=1, max_staleness=1)
         trainer.train()
         trainer.train()
         sync.close()

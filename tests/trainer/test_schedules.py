@@ -40,7 +40,7 @@ def roll_out(
 ) -> tuple[StandInReplica, list[Any]]:
     """A GRPO run of ``steps``; its replica, which ends with the trained bits, and its manifests, each proven."""
     model, keep = tiny.llama(), KeepSteps()
-    sync = DeltaSyncCallback(uri, sync_timeout=30, **NO_ANCHORS)
+    sync = DeltaSyncCallback(uri, sync_timeout=120, **NO_ANCHORS)
     callbacks = [sync, keep, EvaluateAfter(evaluate_after)]
     with StandInReplica(uri, model).running() as replica:
         trainer = grpo.grpo_trainer(

@@ -71,7 +71,7 @@ def test_the_ratio_is_of_the_weights_that_sampled_and_those_that_train(
 ) -> None:
     uri, model = f"memory://{uuid.uuid4().hex}", tiny.llama()
     with Telling(uri, model).running() as replica:
-        sync = DeltaSyncCallback(uri, sync_timeout=30, rollouts_ahead=1, max_staleness=1)
+        sync = DeltaSyncCallback(uri, sync_timeout=120, rollouts_ahead=1, max_staleness=1)
         scored = Scored(replica)
         callbacks = [sync, grpo.AheadFirst(sync), *([scored] if mode == "sequence_mask" else [])]
         trainer = grpo.grpo_trainer(tmp_path, model=model, url=replica.url, use_vllm=True, callbacks=callbacks,

@@ -35,7 +35,7 @@ class EveryStep(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         assert self.sync._session is not None
-        self.sync._session._publisher.flush(30)
+        self.sync._session._publisher.flush(120)
         manifest = bucket.newest(self.sync.config.uri)
         assert manifest.steps[1] == state.global_step and manifest.changed_elements > 0
         assert bucket.materialise(self.sync.config.uri, self.start) == bucket.cast_bytes(tiny.cast_state(model))
@@ -48,7 +48,7 @@ def uri() -> str:
 
 
 def checked(uri: str, **settings: Any) -> tuple[DeltaSyncCallback, EveryStep]:
-    sync = DeltaSyncCallback(uri, sync_timeout=30, **settings)
+    sync = DeltaSyncCallback(uri, sync_timeout=120, **settings)
     return sync, EveryStep(sync)
 
 
@@ -149,7 +149,7 @@ def test_grpo_with_attach(tmp_path, uri: str) -> None:
     model = tiny.llama()
     with StandInReplica(uri, model).running() as replica:
         trainer = grpo.grpo_trainer(tmp_path, model=model, url=replica.url, use_vllm=False)
-        sync = attach(trainer, uri, sync_timeout=30)
+        sync = attach(trainer, uri, sync_timeout=120)
         every = EveryStep(sync)
         every.on_init_end(None, None, None, model=model)
         trainer.add_callback(every)
@@ -346,7 +346,7 @@ def test_evaluation_before_training_waits_for_weights_too(tmp_path, uri: str) ->
     from datasets import Dataset
 
     model = tiny.llama()
-    sync = DeltaSyncCallback(uri, sync_timeout=30)
+    sync = DeltaSyncCallback(uri, sync_timeout=120)
     with StandInReplica(uri, tiny.llama(seed=3)).running() as replica:
         trainer = grpo.grpo_trainer(tmp_path, model=model, url=replica.url, use_vllm=True, callbacks=[sync])
         trainer.evaluate(Dataset.from_dict({"prompt": grpo.PROMPTS}))

@@ -34,7 +34,7 @@ class Loop:
 
     def __init__(self, uri: str, replica: StandInReplica, model: Any, **settings: Any) -> None:
         self.model, self.replica, self.step = model, replica, 0
-        self.config = DeltaSyncConfig.build(uri, **{"sync_timeout": 20.0, "refusal_grace": 1.0, **settings})
+        self.config = DeltaSyncConfig.build(uri, **{"sync_timeout": 120.0, "refusal_grace": 1.0, **settings})
         self.metrics = Metrics()
         status = StatusClient(Server(replica.url), timeout=2)
         self.session = Session(Subject(model, None, "BF16", 0), self.config, status, self.metrics)
@@ -113,7 +113,7 @@ def damage(loop: Loop, how: Callable[[bytes], bytes]) -> None:
     """Hold the replica, publish a step, change its object in the bucket, let the replica go."""
     loop.replica.paused.set()
     loop.train()
-    loop.session._publisher.flush(20)
+    loop.session._publisher.flush(120)
     store = open_store(loop.config.uri)
     (ref,) = bucket.newest(loop.config.uri).objects
     store.put(ref.key, how(store.get(ref.key, max_bytes=ref.size)))
@@ -180,7 +180,7 @@ def test_a_lost_object_is_healed_at_once() -> None:
         loop.sync()
         loop.replica.paused.set()
         loop.train()
-        loop.session._publisher.flush(20)
+        loop.session._publisher.flush(120)
         (ref,) = bucket.newest(loop.config.uri).objects
         open_store(loop.config.uri).delete(ref.key)
         loop.replica.paused.clear()
@@ -209,7 +209,7 @@ def test_a_version_that_stays_refused_is_answered_with_complete_weights() -> Non
 
         publisher._chain.prepare = wrong
         loop.train()
-        publisher.flush(20)
+        publisher.flush(120)
         publisher._chain.prepare = original
         loop.sync()
         loop.check()

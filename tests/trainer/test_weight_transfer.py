@@ -96,7 +96,7 @@ def event(trainer: Any, name: str) -> None:
 
 def test_the_policy_is_served_when_the_worker_is_told_of_it(tmp_path: Path) -> None:
     uri = f"memory://{uuid.uuid4().hex}"
-    sync = DeltaSyncCallback(uri, sync_timeout=30)
+    sync = DeltaSyncCallback(uri, sync_timeout=120)
     with StandInReplica(uri, tiny.llama()).running() as replica:
         trainer, worker = trainer_of(tmp_path, replica, sync)
         event(trainer, "on_train_begin")
@@ -138,7 +138,7 @@ def train_adapter(model: Any, *, seed: int) -> None:
 
 def test_a_sync_leaves_the_weights_under_an_adapter_as_they_are(tmp_path: Path, lora: Any) -> None:
     uri = f"memory://{uuid.uuid4().hex}"
-    sync = DeltaSyncCallback(uri, sync_timeout=30)
+    sync = DeltaSyncCallback(uri, sync_timeout=120)
     with StandInReplica(uri, tiny.llama()).running() as replica:
         trainer, _ = trainer_of(tmp_path, replica, sync, lora)
         event(trainer, "on_train_begin")
@@ -161,7 +161,7 @@ def test_after_a_sync_that_failed_adapters_can_be_merged(
     tmp_path: Path, lora: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = f"memory://{uuid.uuid4().hex}"
-    sync = DeltaSyncCallback(uri, sync_timeout=30)
+    sync = DeltaSyncCallback(uri, sync_timeout=120)
     with StandInReplica(uri, tiny.llama()).running() as replica:
         trainer, _ = trainer_of(tmp_path, replica, sync, lora)
         event(trainer, "on_train_begin")

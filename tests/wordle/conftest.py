@@ -28,10 +28,10 @@ def serve() -> Iterator[Callable[[Any], str]]:
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         running.append((server, thread))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not server.started:
             if time.monotonic() > deadline or not thread.is_alive():
-                raise RuntimeError("the test server did not start within 20 s")
+                raise RuntimeError("the test server did not start within 120 s")
             time.sleep(0.01)
         return f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
 

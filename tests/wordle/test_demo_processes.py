@@ -26,7 +26,7 @@ time.sleep(0 if "orphans" in sys.argv else 300)
 def family(processes, *how):
     """Start a parent with a child; return the parent and the child's pid."""
     parent = processes.start("family", [sys.executable, "-c", FAMILY, *how])
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while "started" not in (text := parent.log.read_text()):
         assert time.monotonic() < deadline, text
         time.sleep(0.02)
@@ -70,13 +70,13 @@ with signals_as_exceptions(), Processes(Path({str(tmp_path)!r}), Path("."), grac
     demo = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         demo.stdout.readline()
-        log, deadline = tmp_path / "family.log", time.monotonic() + 20
+        log, deadline = tmp_path / "family.log", time.monotonic() + 120
         while "started" not in log.read_text():
             assert time.monotonic() < deadline
             time.sleep(0.02)
         demo.send_signal(number)
         demo.send_signal(number)  # impatient: twice
-        demo.communicate(timeout=20)
+        demo.communicate(timeout=120)
         assert demo.returncode != 0
         assert not is_running(int(log.read_text().split()[1]))
     finally:
@@ -87,19 +87,19 @@ def test_a_child_that_ends_early_is_named_with_its_last_lines(tmp_path):
     with Processes(tmp_path, ROOT) as processes:
         child = processes.start("teller", [sys.executable, "-c", "print('the reason'); raise SystemExit(3)"])
         with pytest.raises(ProcessFailed, match=r"(?s)teller ended with exit code 3.*teller\.log.*the reason"):
-            processes.wait(lambda: False, child, timeout=20)
+            processes.wait(lambda: False, child, timeout=120)
 
 
 def test_a_child_that_may_end_must_end_well(tmp_path):
     with Processes(tmp_path, ROOT) as processes:
         child = processes.start("trainer", [sys.executable, "-c", "raise SystemExit(0)"])
-        child.process.wait(timeout=20)
+        child.process.wait(timeout=120)
         processes.check(may_end="trainer")
         with pytest.raises(ProcessFailed):
             processes.check()
     with Processes(tmp_path, ROOT) as processes:
         child = processes.start("trainer", [sys.executable, "-c", "raise SystemExit(1)"])
-        child.process.wait(timeout=20)
+        child.process.wait(timeout=120)
         with pytest.raises(ProcessFailed, match="exit code 1"):
             processes.check(may_end="trainer")
 
@@ -118,7 +118,7 @@ def test_environment_is_added_to_ours(tmp_path, monkeypatch):
     with Processes(tmp_path, ROOT) as processes:
         code = "import os; print(os.environ['OURS'], os.environ['THEIRS'])"
         child = processes.start("env", [sys.executable, "-c", code], {"THEIRS": "2"})
-        child.process.wait(timeout=20)
+        child.process.wait(timeout=120)
         assert child.tail() == "1 2"
 
 

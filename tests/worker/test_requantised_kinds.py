@@ -29,7 +29,9 @@ from vllm_delta_plugin.rank_sync import RankSync
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU serves all kinds: test_requantised.py")
 _LATENT = FAMILIES["DeepSeek-V3"]
-_DENSE = replace(_LATENT, name="DeepSeek-V3 without experts", settings=_LATENT.settings | {"first_k_dense_replace": 2})
+# A square projection: of one scale a tensor vLLM reads it transposed, as GPUs' kernels have it and this CPU's has not.
+_SMALL_HEADS = {"first_k_dense_replace": 2, "qk_nope_head_dim": 32, "v_head_dim": 32}
+_DENSE = replace(_LATENT, name="DeepSeek-V3 without experts", settings=_LATENT.settings | _SMALL_HEADS)
 _MAX = torch.finfo(torch.float8_e4m3fn).max
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from family_case import Outcome
@@ -18,59 +16,56 @@ _ON_GPU = ("one worker, GPU", "fp8, online, GPU", "fp8, in blocks, GPU")
 COLUMNS = ("one worker", "TP=2", "TP=2, EP", "PP=2", "fp8, online", "fp8, in blocks", *_ON_GPU)
 _BEGIN, _END = "<!-- coverage:begin, written by `make coverage-table` -->", "<!-- coverage:end -->"
 
+Cells = dict[tuple[str, str], Outcome]  # by family and column
 
-@dataclass
-class Table:
-    """Outcomes by family and column."""
 
-    cells: dict[tuple[str, str], Outcome] = field(default_factory=dict)
+def check(family: str, column: str, outcome: Outcome) -> None:
+    """Compare with what the document says, or write it there at once if that was asked for."""
+    if WRITING:
+        write(DOC, {(family, column): outcome})
+        return
+    wanted = read(DOC.read_text()).get((family, column), Outcome("direct"))
+    assert outcome == wanted, f"{family}, {column}: fix it, or run `make coverage-table`"
 
-    def check(self, family: str, column: str, outcome: Outcome) -> None:
-        """Compare with what the document says; while it is being written, note what it must say."""
-        if WRITING:
-            self.cells[family, column] = outcome
-            return
-        wanted = read().cells.get((family, column), Outcome("direct"))
-        assert outcome == wanted, f"{family}, {column}: fix it, or run `make coverage-table`"
 
-    def markdown(self) -> str:
-        """The table, and the reasons of cells that have one, numbered."""
-        columns = [column for column in COLUMNS if any(column == measured for _, measured in self.cells)]
-        outcomes = (self.cells.get((family, column)) for family in FAMILIES for column in columns)
-        reasons = list(dict.fromkeys(outcome.reason for outcome in outcomes if outcome and outcome.reason))
-        lines = ["| family | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-        for family in FAMILIES:
-            found = (self.cells.get((family, column)) for column in columns)
-            lines.append(" | ".join([f"| {family}", *(_cell(outcome, reasons) for outcome in found)]) + " |")
-        return "\n".join([*lines, "", *(f"* [{number}] {reason}" for number, reason in enumerate(reasons, 1))])
+def read(text: str) -> Cells:
+    """The document's cells."""
+    body = text.split(_BEGIN)[1].split(_END)[0]
+    reasons = dict(re.findall(r"^\* \[(\d+)\] (.*)$", body, re.M))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in body.splitlines() if line[:1] == "|"]
+    cells: Cells = {}
+    for family, *found in rows[2:]:
+        for column, cell in zip(rows[0][1:], found, strict=True):
+            word, _, number = cell.partition(" [")
+            if word != "-":
+                cells[family, column] = Outcome(word, reasons[number.rstrip("]")] if number else "")
+    return cells
+
+
+def write(document: Path, measured: Cells) -> None:
+    """Replace cells of the document, beside other processes that do the same."""
+    with document.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        text = file.read()
+        head, rest = text.split(_BEGIN)
+        file.seek(0)
+        file.write(f"{head}{_BEGIN}\n\n{markdown(read(text) | measured)}\n\n{_END}{rest.split(_END)[1]}")
+        file.truncate()
+
+
+def markdown(cells: Cells) -> str:
+    """The table, and the reasons of cells that have one, numbered."""
+    columns = [column for column in COLUMNS if any(column == measured for _, measured in cells)]
+    outcomes = (cells.get((family, column)) for family in FAMILIES for column in columns)
+    reasons = list(dict.fromkeys(outcome.reason for outcome in outcomes if outcome and outcome.reason))
+    lines = ["| family | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for family in FAMILIES:
+        found = (cells.get((family, column)) for column in columns)
+        lines.append(" | ".join([f"| {family}", *(_cell(outcome, reasons) for outcome in found)]) + " |")
+    return "\n".join([*lines, "", *(f"* [{number}] {reason}" for number, reason in enumerate(reasons, 1))])
 
 
 def _cell(outcome: Outcome | None, reasons: list[str]) -> str:
     if outcome is None:
         return "-"
     return outcome.cell + (f" [{reasons.index(outcome.reason) + 1}]" if outcome.reason else "")
-
-
-def read() -> Table:
-    """The committed table."""
-    body = DOC.read_text().split(_BEGIN)[1].split(_END)[0]
-    reasons = dict(re.findall(r"^\* \[(\d+)\] (.*)$", body, re.M))
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in body.splitlines() if line[:1] == "|"]
-    table = Table()
-    for family, *cells in rows[2:]:
-        for column, cell in zip(rows[0][1:], cells, strict=True):
-            word, _, number = cell.partition(" [")
-            if word != "-":
-                table.cells[family, column] = Outcome(word, reasons[number.rstrip("]")] if number else "")
-    return table
-
-
-@contextmanager
-def table() -> Iterator[Table]:
-    """The table of one test run; if that was asked for, what was measured replaces the document's cells at the end."""
-    current = Table()
-    yield current
-    if WRITING:
-        whole = Table(read().cells | current.cells)
-        head, rest = DOC.read_text().split(_BEGIN)
-        DOC.write_text(f"{head}{_BEGIN}\n\n{whole.markdown()}\n\n{_END}{rest.split(_END)[1]}")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from coverage_table import Table, table
+from coverage_table import check
 from family_case import NOT_LOADED, Outcome, serve
 from family_process import Case, apart
 from helpers.families import FAMILIES, Family, as_served
@@ -61,15 +61,9 @@ def measure(request: pytest.FixtureRequest) -> Case:
     return measured
 
 
-@pytest.fixture(scope="module")
-def cells() -> Iterator[Table]:
-    with table() as current:
-        yield current
-
-
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in FAMILIES])
-def test_served_by_one_worker(name: str, tmp_path: Path, measure: Case, cells: Table) -> None:
-    cells.check(name, ALONE, where_it_runs(measure, FAMILIES[name], tmp_path))
+def test_served_by_one_worker(name: str, tmp_path: Path, measure: Case) -> None:
+    check(name, ALONE, where_it_runs(measure, FAMILIES[name], tmp_path))
 
 
 def jobs(names: list[str], options: dict[str, Any], folder: Path) -> tuple[list[list[Any]], dict[str, Publisher]]:
@@ -121,11 +115,11 @@ def judge(ranks: list[dict[str, Any]], publisher: Publisher) -> Outcome:
 
 @pytest.mark.long
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_served_by_two_ranks(flavour: str, tmp_path: Path, cells: Table) -> None:
+def test_served_by_two_ranks(flavour: str, tmp_path: Path) -> None:
     names = []
     for name, family in FAMILIES.items():
         if "EP" in flavour and not family.experts:
-            cells.check(name, flavour, Outcome("dense"))
+            check(name, flavour, Outcome("dense"))
         else:
             names.append(name)
     work, publishers = jobs(names, FLAVOURS[flavour], tmp_path)
@@ -134,24 +128,24 @@ def test_served_by_two_ranks(flavour: str, tmp_path: Path, cells: Table) -> None
     wrong = {}
     for name in names:
         try:
-            cells.check(name, flavour, judge(results[name], publishers[name]))
+            check(name, flavour, judge(results[name], publishers[name]))
         except AssertionError as error:
             wrong[name] = str(error)
     assert not wrong, wrong
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n in AS_FP8 else SELDOM) for n in FAMILIES])
-def test_served_as_fp8(name: str, tmp_path: Path, measure: Case, cells: Table) -> None:
+def test_served_as_fp8(name: str, tmp_path: Path, measure: Case) -> None:
     """Rounded by vLLM while it loads, one scale a channel: the one kind for which every CPU has a kernel."""
     options = {"quantization": "fp8_per_channel", "wide": ON_GPU}
-    cells.check(name, FP8, where_it_runs(measure, FAMILIES[name], tmp_path, **options))
+    check(name, FP8, where_it_runs(measure, FAMILIES[name], tmp_path, **options))
 
 
 @BLOCKS_RUN
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SELDOM) for name in FAMILIES])
-def test_checkpoints_in_blocks_of_fp8(name: str, tmp_path: Path, measure: Case, cells: Table) -> None:
+def test_checkpoints_in_blocks_of_fp8(name: str, tmp_path: Path, measure: Case) -> None:
     """Their deltas are of the bytes and the scales; wider models, since a block is 128 by 128."""
-    cells.check(name, BLOCKS, where_it_runs(measure, FAMILIES[name], tmp_path, blocks=True))
+    check(name, BLOCKS, where_it_runs(measure, FAMILIES[name], tmp_path, blocks=True))
 
 
 def where_it_runs(measure: Case, family: Family, folder: Path, **options: Any) -> Outcome:

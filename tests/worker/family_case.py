@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from replica import PROMPTS, Replica, replica
 
 from delta_sync.plan import Position
 from vllm_delta_plugin.compat.load_seam import weight_map
+from vllm_delta_plugin.proof import Layout
 
 SMALL: dict[str, Any] = {
     "enable_prefix_caching": False,
@@ -107,13 +107,16 @@ def update(live: Replica, publisher: Publisher, new: dict[str, torch.Tensor]) ->
     return None
 
 
-def check_loaded(regions: dict[str, int], publisher: Publisher) -> None:
-    """RuntimeError unless the digests of what vLLM loaded add up to those of the run's origin."""
-    sums: Counter[str] = Counter()
-    for region, digest in regions.items():
-        sums[region.rsplit("|", 3)[0]] += digest
+def digests(attached: dict[str, Any]) -> dict[str, int]:
+    """Every tensor's digest, as a replica describes it."""
+    described = {n: (t["dtype"], tuple(t["shape"])) for n, t in attached["tensors"].items()}
+    return Layout(described, [attached["regions"]]).combine([attached["regions"]])
+
+
+def check_loaded(attached: dict[str, Any], publisher: Publisher) -> None:
+    """RuntimeError unless what vLLM loaded has the digests of the run's origin."""
     published = publisher.origin.tensors
-    if wrong := [name for name, digest in sums.items() if digest % 2**64 != published[name].digest]:
+    if wrong := [name for name, digest in digests(attached).items() if digest != published[name].digest]:
         raise RuntimeError(f"{NOT_LOADED}: {sorted(wrong)}")
 
 
@@ -140,7 +143,7 @@ def serve(family: Family, folder: Path, blocks: bool = False, wide: bool = False
         if refused := update(live, publisher, as_served(new)):
             assert say(live) == old_answers
             return Outcome("refused", refused)
-        check_loaded(attached["regions"], publisher)
+        check_loaded(attached, publisher)
         wrong = differing(everything(live.model), expected)
         assert not wrong, wrong
         assert say(live) == fresh_answers != old_answers

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from family_case import SMALL, answers, differing, everything, quick_start
+from family_case import SMALL, answers, differing, digests, everything, quick_start
 from helpers.families import FAMILIES
 from publishing import Publisher, nudged
 from replica import Replica, replica
@@ -233,12 +233,6 @@ def audited(live: Replica) -> set[str | None]:
         assert reply["state"] == "done", reply
         found.add(reply["damaged"])
     return found
-
-
-def digests(attached: dict[str, Any]) -> dict[str, int]:
-    """Every tensor's digest, as a replica describes it."""
-    described = {n: (t["dtype"], tuple(t["shape"])) for n, t in attached["tensors"].items()}
-    return Layout(described, [attached["regions"]]).combine([attached["regions"]])
 
 
 def test_what_is_proven_are_the_elements_of_the_checkpoint(case: Case, tmp_path: Path) -> None:
